@@ -1,0 +1,47 @@
+# Everything here needs only make and a Python >= 3.10; `make help` lists the targets.
+PYTHON ?= python3
+MODEL ?= smollm2-135m-instruct
+ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test test-long lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## create .venv, install the package, pull the default model (a second run skips what is done)
+	@$(BIN)/headwater model pull $(MODEL) >/dev/null
+
+# The stamp is touched last, so an interrupted install is done again; pip skips what is already there.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found: set PYTHON=/path/to/python3.10-or-newer" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "error: $(PYTHON) is $$($(PYTHON) -V 2>&1): Headwater needs 3.10 or newer (set PYTHON=...)" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "setup: creating .venv"; \
+	  $(PYTHON) -m venv --clear .venv || { \
+	  echo "error: $(PYTHON) cannot create .venv: install its venv module (python3-venv)" >&2; exit 1; }; }
+	@echo "setup: installing headwater and its dependencies into .venv (some minutes the first time)"
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	@touch $@
+
+serve: setup ## start a cluster and the gateway here; pass flags in ARGS="--prefill 2 --decode 2"
+	@exec $(BIN)/headwater serve $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy and the import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup lint ## lint, types and the tests; pass pytest flags in ARGS
+	$(BIN)/python -m pytest $(ARGS)
+
+test-long: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -m long $(ARGS)
+
+clean: ## remove .venv and what the tools leave (the model cache stays)
+	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
