@@ -1,0 +1,1 @@
+"""What crosses between nodes: messages, prefix keys, KV layout, KV channel."""

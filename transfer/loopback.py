@@ -1,0 +1,85 @@
+"""An in-memory transport between named agents, for tests of the channel: writes take effect when told to.
+
+Faults are injected by the test: `hold` delays data, `fail_writes` and `fail_notify` raise, `lose` drops notifications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transfer.channel import TransportError
+
+
+@dataclass(slots=True)
+class _Write:
+    source: str
+    target: str
+    local: tuple[int, ...]
+    remote: tuple[int, ...]
+    notify: bytes
+    done: bool = False
+
+
+@dataclass(slots=True)
+class Network:
+    """Pools by agent name (`block id → content`), writes in flight and delivered notifications."""
+
+    pools: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    in_flight: list[_Write] = field(default_factory=list)
+    inbox: dict[str, list[tuple[str, bytes]]] = field(default_factory=dict)
+    hold: bool = False
+    lose: bool = False
+    fail_writes: int = 0
+    fail_notify: int = 0
+
+    def deliver(self, write: _Write) -> None:
+        """Let one write take effect, data before notification."""
+        for mine, theirs in zip(write.local, write.remote, strict=True):
+            self.pools[write.target][theirs] = self.pools[write.source][mine]
+        write.done = True
+        self.in_flight.remove(write)
+        if write.notify:
+            self.send(write.source, write.target, write.notify)
+
+    def send(self, source: str, target: str, message: bytes) -> None:
+        """Deliver a notification, unless notifications are being lost."""
+        if not self.lose:
+            self.inbox.setdefault(target, []).append((source, message))
+
+
+class LoopbackTransport:
+    """One agent on a `Network`."""
+
+    def __init__(self, network: Network, agent: str) -> None:
+        self._network = network
+        self.agent = agent
+
+    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notify: bytes) -> _Write:
+        """Post a write; see `Transport`."""
+        if self._network.fail_writes:
+            self._network.fail_writes -= 1
+            raise TransportError("injected write failure")
+        write = _Write(self.agent, agent, tuple(local), tuple(remote), notify)
+        self._network.in_flight.append(write)
+        if not self._network.hold:
+            self._network.deliver(write)
+        return write
+
+    def done(self, handle: _Write) -> bool:
+        """Whether a write has taken effect."""
+        return handle.done
+
+    def release(self, handle: _Write) -> None:
+        """Nothing is kept for a handle."""
+
+    def notify(self, agent: str, message: bytes) -> None:
+        """Send a message without data; see `Transport`."""
+        if self._network.fail_notify:
+            self._network.fail_notify -= 1
+            raise TransportError("injected notification failure")
+        self._network.send(self.agent, agent, message)
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Notifications that have arrived."""
+        return self._network.inbox.pop(self.agent, [])

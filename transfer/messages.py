@@ -1,0 +1,217 @@
+"""The dataclasses that travel between gateway and workers, and the msgpack codec of those that travel as bytes.
+
+Token ids travel packed: little-endian int32, four bytes a token (`pack_tokens`, `unpack_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field, fields
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+
+CODEC_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 20
+
+M = TypeVar("M")
+
+
+class MessageError(ValueError):
+    """Bytes that are no message of the expected kind: wrong version, type, shape or size."""
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return np.fromiter(tokens, dtype="<i4").tobytes()
+
+
+def unpack_tokens(packed: bytes) -> np.ndarray:
+    """The int32 array `[len(packed) / 4]` behind packed token ids; read-only."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How output tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt on its way through the workers.
+
+    `request_id` is unique in the cluster whatever the client sent. `salt` separates caches: two requests share
+    blocks only when their salts are equal. `timeout_s` is what is left, in seconds, when the request is handed over.
+    """
+
+    request_id: str
+    prompt: bytes
+    sampling: SamplingParams
+    gateway: str
+    timeout_s: float
+    salt: bytes = b""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of prompt tokens."""
+        return len(self.prompt) // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one engine step added to a request.
+
+    `start` is the index of `tokens[0]` among the output tokens, so that a receiver can order and deduplicate.
+    `finish_reason` is "stop" or "length" on the last delta; `error` is set instead where the request failed.
+    """
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The router's decision. `decode` is None where the prefill worker generates the whole answer itself."""
+
+    prefill: str
+    decode: str | None
+    why: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What a worker tells another one so that the other can write into its KV pool.
+
+    `metadata` is the transport's own address blob, `base` the pool's memory address on the worker and `device` its
+    device number; `layout` a `KVLayout` as a tuple (see `KVLayout.to_tuple`).
+    """
+
+    name: str
+    incarnation: int
+    agent: str
+    metadata: bytes
+    base: int
+    device: int
+    on_cuda: bool
+    layout: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Prefill worker to decode worker: keep blocks for this request's prompt. `lease_id` is chosen by the sender."""
+
+    lease_id: str
+    request: Request
+    sender: str
+    sender_agent: str
+    sender_incarnation: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Answer to `Reserve`: `blocks[i]` receives the prompt's block number `first_block + i`; earlier ones are there."""
+
+    lease_id: str
+    incarnation: int
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The last message of a transfer. It travels as the transport's notification behind the last write.
+
+    `checksums` are `(first block number, blocks, xxh3-64)` triples that cover every block that travelled.
+    """
+
+    lease_id: str
+    incarnation: int
+    sender_incarnation: int
+    first_token: int
+    cached_tokens: int
+    checksums: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a worker's part of a request ended.
+
+    `status`: "done" (it answered the whole request), "handed off" (a decode worker goes on), "busy" (its queue is at
+    the bound; `queued` says how long it is), "aborted", or "failed" with the reason in `error`.
+    """
+
+    status: str
+    queued: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker's own account of itself, as `headwater status` shows it."""
+
+    name: str
+    role: str
+    node: str
+    pid: int
+    state: str
+    model: str
+    incarnation: int
+    running: int
+    waiting: int
+    blocks: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
+    resident_bytes: int
+    block_size: int
+    max_model_len: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens found in this worker's cache since it started."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def encode(message: Any) -> bytes:
+    """A message dataclass as msgpack: `[version, class name, field, ...]`. Raises MessageError when it is too large."""
+    data: bytes = msgpack.packb([CODEC_VERSION, type(message).__name__, *astuple(message)])
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{type(message).__name__} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return data
+
+
+def decode(kind: type[M], data: bytes) -> M:
+    """The inverse of `encode` for a flat dataclass; the result's lists are tuples again.
+
+    Raises MessageError for anything that is not exactly one message of this kind; allocates at most a small multiple
+    of the (capped) input.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        items = msgpack.unpackb(data, use_list=False, max_ext_len=0)
+    except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
+        raise MessageError(f"not a message: {error}") from None
+    names = fields(kind)  # type: ignore[arg-type]
+    if not isinstance(items, tuple) or len(items) != len(names) + 2:
+        raise MessageError(f"not a {kind.__name__}: wrong number of fields")
+    version, name, *values = items
+    if version != CODEC_VERSION or name != kind.__name__:
+        raise MessageError(f"expected {kind.__name__} version {CODEC_VERSION}, got {name!r} version {version!r}")
+    for spec, value in zip(names, values, strict=True):
+        wanted = {"int": int, "str": str, "bytes": bytes, "float": float}.get(str(spec.type), tuple)
+        if type(value) is not wanted:
+            raise MessageError(f"{kind.__name__}.{spec.name} is a {type(value).__name__}, expected {spec.type}")
+    return kind(*values)

@@ -1,0 +1,164 @@
+"""The real transport: NIXL writes between registered KV pools.
+
+Every worker registers its pool once and prepares one descriptor per block and region (strided, so that the list costs
+a row a region); a write names blocks by index. Peers are described by plain numbers (`transfer.messages.Peer`), never
+by NIXL's own pickled descriptor lists. One thread owns an instance.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from transfer.channel import TransportError
+from transfer.layout import KVLayout
+from transfer.messages import Peer
+
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    blocks: int
+    descriptors: Any
+
+
+def _descriptor_rows(base: int, device: int, layout: KVLayout) -> np.ndarray:
+    """Strided descriptors, one row a region: (address, length, device, stride, count)."""
+    rows = [(base + r.offset, r.block_bytes, device, r.block_bytes, layout.num_blocks) for r in layout.regions()]
+    return np.array(rows, dtype=np.uint64)
+
+
+def _indices(blocks: Sequence[int], regions: int, num_blocks: int) -> np.ndarray:
+    """Descriptor numbers of these blocks in every region, region by region."""
+    offsets = np.arange(regions, dtype=np.int32)[:, None] * num_blocks
+    return (offsets + np.asarray(blocks, dtype=np.int32)[None, :]).ravel()
+
+
+class NixlTransport:
+    """A NIXL agent over one pool. `agent` must be unique in the cluster, for every life of a worker."""
+
+    def __init__(self, agent: str, memory: torch.Tensor, layout: KVLayout, backend: str = "UCX") -> None:
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        logging.getLogger("nixl").setLevel(logging.WARNING)
+        # NIXL's progress thread spins on a core of its own; the owner polls instead.
+        self._agent = nixl_agent(agent, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+        if backend not in self._agent.backends:
+            raise TransportError(f"transfer.backend: NIXL has no plugin {backend!r} here")
+        self.agent = agent
+        self._layout = layout
+        self._memory = memory
+        self._kind = "VRAM" if memory.is_cuda else "DRAM"
+        self._regions = len(layout.regions())
+        self._registration = self._agent.register_memory([memory])
+        rows = _descriptor_rows(memory.data_ptr(), self._device, layout)
+        self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, self._kind)
+        self._remotes: dict[str, _Remote] = {}
+
+    @property
+    def _device(self) -> int:
+        return self._memory.get_device() if self._memory.is_cuda else 0
+
+    def describe(self, name: str, incarnation: int) -> Peer:
+        """What others need to write here."""
+        return Peer(
+            name=name,
+            incarnation=incarnation,
+            agent=self.agent,
+            metadata=self._agent.get_agent_metadata(),
+            base=self._memory.data_ptr(),
+            device=self._device,
+            on_cuda=self._memory.is_cuda,
+            layout=self._layout.to_tuple(),
+        )
+
+    def connect(self, peer: Peer) -> None:
+        """Learn how to write to a peer. Raises TransportError, naming the field, when the layouts do not fit."""
+        if peer.agent in self._remotes:
+            return
+        layout = KVLayout.from_tuple(peer.layout)
+        if difference := self._layout.difference(layout):
+            raise TransportError(f"KV layouts of {self.agent} and {peer.agent} do not fit: {difference}")
+        rows = _descriptor_rows(peer.base, peer.device, layout)
+        try:
+            self._agent.add_remote_agent(peer.metadata)
+            descriptors = self._agent.prep_xfer_dlist(peer.agent, rows, "VRAM" if peer.on_cuda else "DRAM")
+        except Exception as error:  # NIXL raises its own untyped exceptions
+            raise TransportError(f"cannot connect to {peer.agent}: {error}") from error
+        self._remotes[peer.agent] = _Remote(layout.num_blocks, descriptors)
+
+    def disconnect(self, agent: str) -> None:
+        """Forget a peer whose life has ended."""
+        if remote := self._remotes.pop(agent, None):
+            try:
+                remote.descriptors.release()
+                self._agent.remove_remote_agent(agent)
+            except Exception as error:
+                logging.getLogger(__name__).debug("disconnecting %s: %s", agent, error)
+
+    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notify: bytes) -> Any:
+        """Post a write; see `Transport`."""
+        target = self._remotes.get(agent)
+        if target is None:
+            raise TransportError(f"not connected to {agent}")
+        try:
+            handle = self._agent.make_prepped_xfer(
+                "WRITE",
+                self._local,
+                _indices(local, self._regions, self._layout.num_blocks),
+                target.descriptors,
+                _indices(remote, self._regions, target.blocks),
+                notify,
+            )
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            raise TransportError(f"write to {agent} failed: {error}") from error
+        if state == "ERR":
+            handle.release()
+            raise TransportError(f"write to {agent} failed")
+        return handle
+
+    def done(self, handle: Any) -> bool:
+        """Whether a write has completed; see `Transport`."""
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except Exception as error:
+            raise TransportError(f"write failed: {error}") from error
+        if state == "ERR":
+            raise TransportError("write failed")
+        return bool(state == "DONE")
+
+    def release(self, handle: Any) -> None:
+        """Forget a handle; one still in progress is aborted."""
+        try:
+            handle.release()
+        except Exception as error:
+            logging.getLogger(__name__).debug("releasing a transfer: %s", error)
+
+    def notify(self, agent: str, message: bytes) -> None:
+        """Send a message without data; see `Transport`."""
+        if agent not in self._remotes:
+            raise TransportError(f"not connected to {agent}")
+        try:
+            self._agent.send_notif(agent, message)
+        except Exception as error:
+            raise TransportError(f"notification to {agent} failed: {error}") from error
+
+    def receive(self) -> list[tuple[str, bytes]]:
+        """Notifications that have arrived; polling also lets NIXL make progress."""
+        arrived = self._agent.get_new_notifs()
+        return [(agent, message) for agent, messages in arrived.items() for message in messages]
+
+    def close(self) -> None:
+        """Forget every peer and give the memory's registration back."""
+        for agent in list(self._remotes):
+            self.disconnect(agent)
+        self._local.release()
+        self._agent.deregister_memory(self._registration)
