@@ -230,7 +230,6 @@ class Lease:
     """
 
     lease_id: str
-    request_id: str
     sender: str
     sender_agent: str
     sender_incarnation: int

@@ -110,21 +110,18 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Prefill worker to decode worker: keep blocks for this request's prompt. `lease_id` is chosen by the sender."""
+    """Prefill worker to decode worker: keep blocks for this request's prompt. The lease goes by the request's id."""
 
-    lease_id: str
     request: Request
     sender: str
     sender_agent: str
     sender_incarnation: int
-    fingerprint: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Answer to `Reserve`: `blocks[i]` receives the prompt's block number `first_block + i`; earlier ones are there."""
 
-    lease_id: str
     incarnation: int
     first_block: int
     blocks: tuple[int, ...]

@@ -1,0 +1,53 @@
+"""Calls between actors by name, every one with a deadline and one of three ends: a result, dead, or too late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+
+class PeerError(Exception):
+    """A call to another actor failed; the message names actor and method."""
+
+
+class PeerDead(PeerError):
+    """The actor does not exist or its process has ended: nothing it owed or was doing will still happen."""
+
+
+class PeerTimeout(PeerError):
+    """No answer before the deadline; the call may still take effect."""
+
+
+class Directory(Protocol):
+    """How one actor calls another."""
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        """Call `method` of the actor `name`, waiting `timeout` seconds at most. Raises PeerError."""
+
+
+class RayDirectory:
+    """Named actors in a Ray namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._handles: dict[str, Any] = {}
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        """See `Directory`."""
+        try:
+            handle = self._handles.get(name)
+            if handle is None:
+                handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+                self._handles[name] = handle
+            return await asyncio.wait_for(getattr(handle, method).remote(*args), timeout)
+        except RayTaskError as error:
+            raise PeerError(f"{name}.{method}: {error.cause!r}") from error
+        except (asyncio.TimeoutError, GetTimeoutError):
+            raise PeerTimeout(f"{name}.{method}: no answer within {timeout:.1f} s") from None
+        except (RayActorError, ValueError) as error:
+            # The name may belong to a new life of the actor by now: look it up again next time.
+            self._handles.pop(name, None)
+            raise PeerDead(f"{name}.{method}: {type(error).__name__}") from error

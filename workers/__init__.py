@@ -1,0 +1,1 @@
+"""What runs next to a device: engine, KV pool, radix cache, scheduler, the actor."""

@@ -1,0 +1,46 @@
+"""What a worker can be told."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | str) -> int:
+    """A size in bytes from a number or a text such as "1GiB" or "512 MB". Raises ValueError naming the text."""
+    if isinstance(value, int):
+        return value
+    text = value.strip()
+    digits = text.rstrip("KMGTIBkmgtib ")
+    unit = text[len(digits) :].strip().upper() or "B"
+    try:
+        return int(float(digits) * _UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(f"{value!r} is not a size; write for example 1GiB or 512MiB") from None
+
+
+class WorkerConfig(BaseModel):
+    """Settings of one worker; the same for every worker of a cluster."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="KV and compute type; auto is bfloat16 where the device is fast at it, otherwise float32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes CUDA where there is a device")
+    kv_memory: int = Field(2**30, ge=1, description="memory of the KV pool, per worker")
+    block_size: int = Field(16, ge=1, le=1024, description="tokens in a block")
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output, in tokens; default: model's")
+    step_tokens: int = Field(512, ge=1, description="token budget of a step; long prompts are computed in such chunks")
+    max_running: int = Field(64, ge=1, description="sequences in a step at most")
+    max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
+    prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: all cores of the node")
+
+    @field_validator("kv_memory", mode="before")
+    @classmethod
+    def _parse_kv_memory(cls, value: int | str) -> int:
+        return parse_bytes(value)

@@ -1,0 +1,1 @@
+"""The engine: model, attention, sampling and the step that drives them."""

@@ -1,0 +1,195 @@
+"""The attention backend that runs everywhere: PyTorch operators over views of the pool.
+
+Rows see up to three disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade
+attention): context that several sequences of the batch share, which is read once for all of them; the sequence's own
+context; and the chunk itself, causally. Layers with a window, a soft cap or unequal key and value sizes take a plain
+masked path instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.engine.attention import AttentionOptions
+from workers.engine.batch import Batch, Span
+from workers.kv.memory import KVMemory
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+SHARED_MIN_TOKENS = 64
+"""A shared context shorter than this is not worth a merge."""
+DENSE_SCORES = 1 << 24
+"""Elements of a score matrix that the masked path holds at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """Tokens of the pool that some rows see in full: a slice of slots where blocks are consecutive, else an index of
+    slots. `first`: nothing has been computed for these rows before."""
+
+    rows: slice | torch.Tensor
+    slots: slice | torch.Tensor
+    first: bool
+
+
+class TorchBackend:
+    """See the module; `memory` is the pool this backend writes to and reads from."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self._block_size = memory.layout.block_size
+        self._batch: Batch | None = None
+        self._shared: list[_Context] = []
+        self._own: list[_Context] = []
+        self._chunks: list[Span] = []
+
+    def prepare(self, batch: Batch) -> None:
+        """Group sequences by the context they share; see `Backend`."""
+        self._batch = batch
+        self._shared, self._own = [], []
+        self._chunks = [span for span in batch.spans if span.count > 1]
+        shared = self._shared_tokens(batch.spans)
+        for span in batch.spans:
+            begin, end = shared.get(span.row, 0), self._context_end(span)
+            if end > begin:
+                rows = slice(span.row, span.row + span.count)
+                self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=span.count == 1))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """One layer's attention; see `Backend`."""
+        batch = self._batch
+        assert batch is not None
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        keys[batch.slots] = key
+        values[batch.slots] = value
+        plain = options.window is None and options.softcap is None and key.shape[-1] == value.shape[-1]
+        if plain and query.device.type == "cpu":
+            return self._merged(query, key, value, keys, values, options)
+        return torch.cat([self._masked(span, query, keys, values, options) for span in batch.spans])
+
+    @staticmethod
+    def _context_end(span: Span) -> int:
+        """Tokens before the causal part: a single row sees itself like any context."""
+        return span.start + 1 if span.count == 1 else span.start
+
+    def _shared_tokens(self, spans: list[Span]) -> dict[int, int]:
+        """Fill `_shared`; returns the shared tokens of each grouped span, by its first row."""
+        groups: dict[int, list[Span]] = {}
+        for span in spans:
+            if self._context_end(span) >= SHARED_MIN_TOKENS:
+                groups.setdefault(int(span.blocks[0]), []).append(span)
+        shared: dict[int, int] = {}
+        for members in groups.values():
+            blocks = self._common_blocks(members) if len(members) > 1 else 0
+            length = blocks * self._block_size
+            if length < SHARED_MIN_TOKENS:
+                continue
+            rows = np.concatenate([np.arange(span.row, span.row + span.count) for span in members])
+            slots = self._slots(members[0].blocks, 0, length)
+            self._shared.append(_Context(torch.from_numpy(rows), slots, first=False))
+            shared.update({span.row: length for span in members})
+        return shared
+
+    def _common_blocks(self, spans: list[Span]) -> int:
+        """Leading blocks that all tables have in common and that are whole context for all of them."""
+        first = spans[0].blocks
+        common = min(self._context_end(span) // self._block_size for span in spans)
+        for span in spans[1:]:
+            differs = first[:common] != span.blocks[:common]
+            if differs.any():
+                common = int(differs.argmax())
+        return common
+
+    def _slots(self, blocks: np.ndarray, begin: int, end: int) -> slice | torch.Tensor:
+        """Slots of a sequence's tokens `[begin, end)`; `begin` is at a block's start."""
+        size = self._block_size
+        table = blocks[begin // size : -(-end // size)]
+        if (np.diff(table) == 1).all():
+            return slice(int(table[0]) * size, int(table[0]) * size + end - begin)
+        return torch.from_numpy((table[:, None] * size + np.arange(size)).ravel()[: end - begin]).to(
+            self._memory.flat.device
+        )
+
+    def _merged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        total, heads = query.shape[:2]
+        output = query.new_zeros((total, heads, value.shape[-1]))
+        lse = torch.full((total, heads), -torch.inf, dtype=torch.float32)
+        for span in self._chunks:
+            rows = slice(span.row, span.row + span.count)
+            q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in (query, key, value))
+            part, part_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
+            output[rows], lse[rows] = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+        for context in (*self._own, *self._shared):
+            q = query[context.rows]
+            part, part_lse = _attend_all(q, keys[context.slots], values[context.slots], options.scaling)
+            if context.first:
+                output[context.rows], lse[context.rows] = part, part_lse
+                continue
+            before = lse[context.rows]
+            both = torch.logaddexp(before, part_lse)
+            weight = torch.exp(part_lse - both)[..., None]
+            merged = torch.lerp(output[context.rows].float(), part.float(), weight)
+            output[context.rows], lse[context.rows] = merged.to(output.dtype), both
+        if options.sinks is not None:
+            # A sink is one more score without a value: it only takes its share of the softmax.
+            output = output * torch.sigmoid(lse - options.sinks.float())[..., None].to(output.dtype)
+        return output
+
+    def _masked(
+        self, span: Span, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Softmax attention of one sequence with everything spelled out, in float32, a few rows at a time."""
+        stop = span.start + span.count
+        begin = 0
+        if options.window is not None:
+            begin = max(0, span.start + 1 - options.window) // self._block_size * self._block_size
+        slots = self._slots(span.blocks, begin, stop)
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        k = keys[slots].float().permute(1, 2, 0)
+        v = values[slots].float().transpose(0, 1)
+        step = max(1, DENSE_SCORES // (heads * (stop - begin)))
+        parts = []
+        for row in range(0, span.count, step):
+            count = min(step, span.count - row)
+            q = query[span.row + row : span.row + row + count].float()
+            q = q.reshape(count, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3)
+            scores = torch.matmul(q, k[:, None]) * options.scaling
+            if options.softcap is not None:
+                scores = torch.tanh(scores / options.softcap) * options.softcap
+            at = torch.arange(span.start + row, span.start + row + count, device=q.device)[:, None]
+            seen = torch.arange(begin, stop, device=q.device)[None]
+            hidden = seen > at
+            if options.window is not None:
+                hidden = hidden | (seen <= at - options.window)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if options.sinks is not None:
+                sinks = options.sinks.float().reshape(kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+                scores = torch.cat([scores, sinks], dim=-1)
+            weights = torch.softmax(scores, dim=-1)[..., : stop - begin]
+            parts.append(torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1))
+        return torch.cat(parts).to(query.dtype)
+
+
+def _attend_all(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unmasked attention of `query [n, heads, k]` over `keys [L, kv_heads, k]`: output `[n, heads, v]` and
+    log-sum-exp `[n, heads]`. The query heads of a KV head are folded into the rows, so that keys are read once."""
+    count, heads, size = query.shape
+    kv_heads = keys.shape[1]
+    q = query.reshape(count, kv_heads, heads // kv_heads, size).permute(1, 0, 2, 3).reshape(1, kv_heads, -1, size)
+    output, lse = _flash(q, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], 0.0, False, scale=scaling)
+    output = output.reshape(kv_heads, count, heads // kv_heads, -1).transpose(0, 1).reshape(count, heads, -1)
+    return output, lse.reshape(kv_heads, count, heads // kv_heads).transpose(0, 1).reshape(count, heads)

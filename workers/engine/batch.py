@@ -1,0 +1,57 @@
+"""Batch: the packed input of one forward pass, from the work the scheduler chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.scheduler import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a batch: rows `[row, row + count)` are its tokens `[start, start + count)`, and `blocks`
+    is its table, int64."""
+
+    row: int
+    count: int
+    start: int
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """`input_ids` and `positions` are `[1, T]`; `slots` `[T]` says where each token's KV goes in the pool;
+    `logit_rows` lists the rows whose next token is wanted."""
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    spans: list[Span]
+    logit_rows: torch.Tensor
+
+
+def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
+    """Pack the chosen tokens of all sequences one behind the other."""
+    ids, positions, slots, spans, rows = [], [], [], [], []
+    row = 0
+    for work in works:
+        sequence, count = work.sequence, work.count
+        start, stop = sequence.computed, sequence.computed + count
+        table = np.asarray(sequence.blocks, dtype=np.int64)
+        where = np.arange(start, stop, dtype=np.int64)
+        ids.append(sequence.tokens(start, stop))
+        positions.append(where)
+        slots.append(table[where // block_size] * block_size + where % block_size)
+        spans.append(Span(row, count, start, table))
+        row += count
+        if stop == sequence.length:
+            rows.append(row - 1)
+
+    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+
+    logit_rows = torch.tensor(rows, dtype=torch.int64, device=device)
+    return Batch(tensor(ids)[None], tensor(positions)[None], tensor(slots), spans, logit_rows)

@@ -1,0 +1,266 @@
+"""The engine: one step is schedule, run, sample, report. Single-threaded and without I/O.
+
+A request is added in one of two ways. `add`: compute the prompt and, unless it is handed off, generate the answer.
+`reserve`: keep blocks for a prompt that a peer computes; `accept` starts decoding once they are filled, `recompute`
+falls back to computing here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from transfer.channel import Chunk, Ending
+from transfer.layout import KVLayout
+from transfer.messages import Delta, Request, SamplingParams, pack_tokens
+from workers.config import WorkerConfig
+from workers.engine.attention.torch_backend import TorchBackend
+from workers.engine.batch import build
+from workers.engine.model import Model, context_length
+from workers.engine.sampler import sample
+from workers.kv.cache import KVCache
+from workers.kv.memory import KVMemory
+from workers.scheduler import Scheduler, Work
+from workers.sequence import Sequence, Stage
+
+
+class StartError(Exception):
+    """The configuration cannot work on this model; the message names the setting to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """Blocks of a handed-off sequence that became final in a step; `ending` with the last ones."""
+
+    request_id: str
+    chunk: Chunk
+    ending: Ending | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A reservation was served: the prompt's blocks `first_block`… are `blocks`."""
+
+    request_id: str
+    first_block: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step did: hand-offs that began to run, blocks that became final, reservations served, new tokens.
+    `ran` is false when there was nothing that could be computed."""
+
+    ran: bool = False
+    started: list[str] = field(default_factory=list)
+    produced: list[Produced] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+
+
+def plan_memory(model: Model, config: WorkerConfig) -> tuple[KVLayout, int]:
+    """The pool's layout and the longest sequence, in tokens. Raises StartError when they do not fit together."""
+    limit = context_length(model.config)
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise StartError(f"max_model_len: {config.max_model_len} is more than the model's context of {limit} tokens")
+    length = config.max_model_len or limit
+    layout = KVLayout(model.identity, model.dtype, config.block_size, model.layers, num_blocks=1)
+    blocks = config.kv_memory // layout.block_bytes
+    needed = -(-length // config.block_size)
+    if blocks < needed:
+        raise StartError(
+            f"kv_memory: {config.kv_memory} bytes hold {blocks} blocks, but one request of the maximum length "
+            f"({length} tokens) needs {needed} blocks, {needed * layout.block_bytes} bytes "
+            f"({needed * layout.block_bytes / 2**20:.0f} MiB); raise kv_memory or lower max_model_len"
+        )
+    return KVLayout(model.identity, model.dtype, config.block_size, model.layers, blocks), length
+
+
+class Engine:
+    """Sequences of one worker over one model and one pool."""
+
+    def __init__(self, model: Model, config: WorkerConfig) -> None:
+        layout, self.max_model_len = plan_memory(model, config)
+        self.model = model
+        self.memory = KVMemory(layout, model.device)
+        self.cache = KVCache(layout.num_blocks, config.block_size, config.prefix_cache)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._backend = TorchBackend(self.memory)
+        self._scheduler = Scheduler(self.cache, config.step_tokens, config.max_running)
+        self._max_waiting = config.max_waiting
+        self._sequences: dict[str, Sequence] = {}
+        self._reservations: deque[Sequence] = deque()
+
+    @property
+    def running(self) -> int:
+        """Sequences that hold blocks."""
+        return len(self._sequences) - self.waiting
+
+    @property
+    def waiting(self) -> int:
+        """Sequences queued for blocks or for a place in the running set."""
+        return len(self._scheduler.waiting) + len(self._reservations)
+
+    @property
+    def full(self) -> bool:
+        """Whether the queue is at its bound."""
+        return self.waiting >= self._max_waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something now or soon."""
+        return bool(self._scheduler.running or self._scheduler.waiting or self._reservations)
+
+    def add(self, request: Request, hand_off: bool = False) -> None:
+        """Queue a request. Raises ValueError when it can never run here."""
+        self._scheduler.add(self._new(request, hand_off))
+
+    def reserve(self, request: Request) -> None:
+        """Queue a request whose prompt a peer computes; `Reserved` follows from a step."""
+        sequence = self._new(request, hand_off=False)
+        sequence.stage = Stage.INCOMING
+        self._reservations.append(sequence)
+
+    def accept(self, request_id: str, first_token: int, cached_tokens: int) -> bool:
+        """The reserved blocks are filled: decode from `first_token` on. False when the request is gone."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.stage is not Stage.INCOMING:
+            return False
+        sequence.cached_tokens = cached_tokens
+        sequence.computed = sequence.prompt_length
+        sequence.append(first_token)
+        self.cache.commit(sequence)
+        self._scheduler.join(sequence)
+        return True
+
+    def recompute(self, request_id: str, written: tuple[int, ...]) -> list[int] | None:
+        """The reserved blocks cannot be used: compute the prompt here. `written` blocks go to quarantine and are
+        returned; None when the request no longer waits for them."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.stage is not Stage.INCOMING:
+            return None
+        held = self.cache.release(sequence, written)
+        self._scheduler.add(sequence)
+        return held
+
+    def sent(self, request_id: str) -> None:
+        """A hand-off is complete: its blocks may be evicted."""
+        self._drop(request_id, ())
+
+    def abort(self, request_id: str, quarantine: tuple[int, ...] = ()) -> list[int]:
+        """Forget a request at any stage; private blocks in `quarantine` are kept from reuse and returned."""
+        return self._drop(request_id, quarantine)
+
+    def step(self) -> StepResult:
+        """Run one step. Nothing happens when nothing can run."""
+        result = StepResult()
+        self._serve_reservations(result)
+        works, admitted = self._scheduler.schedule()
+        for sequence in admitted:
+            self._count(sequence)
+            if sequence.hand_off:
+                result.started.append(sequence.id)
+        if not works:
+            return result
+        result.ran = True
+        batch = build(works, self.cache.block_size, self.model.device)
+        logits = self.model.forward(batch, self._backend)
+        ready = [work.sequence for work in works if work.sequence.computed + work.count == work.sequence.length]
+        tokens = sample(logits, [one.request.sampling for one in ready], [one.length for one in ready])
+        for work in works:
+            self._progress(work)
+        for sequence, token in zip(ready, tokens, strict=True):
+            sequence.append(token)
+        got_token = {sequence.id for sequence in ready}
+        for work in works:
+            self._report(work.sequence, work.sequence.id in got_token, result)
+        return result
+
+    def drop_running(self) -> list[str]:
+        """Forget every sequence that is running, after a step failed; returns their ids."""
+        ids = [sequence.id for sequence in self._scheduler.running]
+        for request_id in ids:
+            self._drop(request_id, ())
+        return ids
+
+    def warm_up(self) -> None:
+        """Run one small request through prompt and decode, and forget it."""
+        prompt = pack_tokens([0] * min(self.cache.block_size + 1, self.max_model_len - 2))
+        self.add(Request("warm-up", prompt, SamplingParams(2, temperature=0, ignore_eos=True), "", 0.0))
+        while self.has_work:
+            self.step()
+        self.cache.clear()
+        self.prompt_tokens = self.cached_tokens = 0
+
+    def _new(self, request: Request, hand_off: bool) -> Sequence:
+        """Raises ValueError, before anything is allocated, for what can never run here."""
+        output = request.sampling.max_tokens
+        if request.prompt_tokens < 1 or output < 1 or request.prompt_tokens + output > self.max_model_len:
+            raise ValueError(f"{request.prompt_tokens} + {output} tokens do not fit {self.max_model_len}")
+        if request.request_id in self._sequences:
+            raise ValueError(f"request {request.request_id} is already here")
+        sequence = self._sequences[request.request_id] = Sequence(request, hand_off)
+        return sequence
+
+    def _serve_reservations(self, result: StepResult) -> None:
+        while self._reservations:
+            sequence = self._reservations[0]
+            if not self.cache.admit(sequence, sequence.prompt_length, whole=True):
+                return
+            self._reservations.popleft()
+            blocks = tuple(sequence.blocks[sequence.shared_blocks :])
+            result.reserved.append(Reserved(sequence.id, sequence.shared_blocks, blocks))
+
+    def _count(self, sequence: Sequence) -> None:
+        """Hit statistics, once a request: what is computed again after a preemption is not a hit."""
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
+            self.prompt_tokens += sequence.prompt_length
+            self.cached_tokens += sequence.cached_tokens
+
+    def _progress(self, work: Work) -> None:
+        work.sequence.computed += work.count
+        self.cache.commit(work.sequence)
+
+    def _report(self, sequence: Sequence, has_token: bool, result: StepResult) -> None:
+        sampling = sequence.request.sampling
+        finish = None
+        if has_token:
+            token = int(sequence.tokens(sequence.length - 1, sequence.length)[0])
+            if token in self.model.eos and not sampling.ignore_eos:
+                finish = "stop"
+            elif sequence.generated >= sampling.max_tokens:
+                finish = "length"
+            cached = sequence.cached_tokens or 0
+            result.deltas.append(Delta(sequence.id, sequence.generated - 1, (token,), cached, finish))
+        if finish is not None:
+            self._drop(sequence.id, ())
+        elif sequence.hand_off:
+            self._produce(sequence, has_token, result)
+
+    def _produce(self, sequence: Sequence, last: bool, result: StepResult) -> None:
+        """Offer what became final. Whole blocks are the cache's by now (or stay until sent), so they cannot move."""
+        size = self.cache.block_size
+        stop = len(sequence.blocks) if last else sequence.computed // size
+        ending = None
+        if last:
+            token = int(sequence.tokens(sequence.prompt_length, sequence.length)[0])
+            ending = Ending(token, sequence.cached_tokens or 0)
+            sequence.stage = Stage.SENDING
+            self._scheduler.remove(sequence)
+        elif stop == sequence.offered_blocks:
+            return
+        chunk = Chunk(sequence.offered_blocks, tuple(sequence.blocks[sequence.offered_blocks : stop]))
+        sequence.offered_blocks = stop
+        result.produced.append(Produced(sequence.id, chunk, ending))
+
+    def _drop(self, request_id: str, quarantine: tuple[int, ...]) -> list[int]:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return []
+        if sequence in self._reservations:
+            self._reservations.remove(sequence)
+        self._scheduler.remove(sequence)
+        sequence.stage = Stage.FINISHED
+        return self.cache.release(sequence, quarantine)

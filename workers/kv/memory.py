@@ -1,0 +1,62 @@
+"""KVMemory: the bytes behind the block pool, and views of them by layer.
+
+One flat allocation in the layout of `transfer.layout`, so that it is registered with the transport once and a run of
+consecutive blocks is one contiguous piece of every region.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+import xxhash
+
+from transfer.layout import KVLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive ids as (first, count), in order."""
+    start = previous = None
+    for block in blocks:
+        if start is None or previous is None or block != previous + 1:
+            if start is not None and previous is not None:
+                yield start, previous - start + 1
+            start = block
+        previous = block
+    if start is not None and previous is not None:
+        yield start, previous - start + 1
+
+
+class KVMemory:
+    """`keys[layer]` and `values[layer]` are views `[num_blocks * block_size, kv_heads, size]` of one allocation."""
+
+    def __init__(self, layout: KVLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.flat = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        slots = layout.num_blocks * layout.block_size
+        regions = iter(layout.regions())
+        for geometry in layout.layers:
+            for views, size in ((self.keys, geometry.key_size), (self.values, geometry.value_size)):
+                region = next(regions)
+                piece = self.flat[region.offset : region.offset + region.block_bytes * layout.num_blocks]
+                views.append(piece.view(DTYPES[layout.dtype]).view(slots, geometry.kv_heads, size))
+
+    def checksum(self, blocks: Sequence[int]) -> int:
+        """xxh3-64 over the blocks' bytes, region by region, in the given order; does not depend on how ids run."""
+        digest = xxhash.xxh3_64()
+        pieces = list(runs(blocks))
+        for region in self.layout.regions():
+            for first, count in pieces:
+                start = region.offset + first * region.block_bytes
+                digest.update(self._bytes(start, count * region.block_bytes))
+        return digest.intdigest()
+
+    def _bytes(self, start: int, length: int) -> memoryview | bytes:
+        if self.flat.is_cuda:
+            return self.flat[start : start + length].cpu().numpy().tobytes()
+        return memoryview((ctypes.c_char * length).from_address(self.flat.data_ptr() + start))

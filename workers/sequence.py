@@ -1,0 +1,77 @@
+"""Sequence: one request inside an engine, with its tokens, its block table and how far it has come."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+
+from transfer.messages import Request, unpack_tokens
+from workers.kv.radix import Node
+
+
+class Stage(Enum):
+    """Where a sequence stands in its worker."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    INCOMING = "incoming"
+    SENDING = "sending"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens, table and progress of a request.
+
+    `computed` tokens have their KV in the pool; `blocks[:shared_blocks]` belong to the radix cache (held by a pin on
+    `node`), the rest to this sequence. `hand_off` sequences stop after their first output token.
+    """
+
+    def __init__(self, request: Request, hand_off: bool = False) -> None:
+        self.request = request
+        self.hand_off = hand_off
+        self.stage = Stage.WAITING
+        self.prompt_length = request.prompt_tokens
+        self.final_length = self.prompt_length + (0 if hand_off else request.sampling.max_tokens)
+        self._tokens = np.empty(self.final_length + 1, dtype=np.int32)
+        self._tokens[: self.prompt_length] = unpack_tokens(request.prompt)
+        self.length = self.prompt_length
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.node: Node | None = None
+        self.shared_blocks = 0
+        self.cached_tokens: int | None = None
+        self.offered_blocks = 0
+
+    @property
+    def id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def salt(self) -> bytes:
+        """Which tree of the radix cache the sequence lives in."""
+        return self.request.salt
+
+    @property
+    def generated(self) -> int:
+        """Number of output tokens."""
+        return self.length - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are known but whose KV is not computed; 1 in plain decoding."""
+        return self.length - self.computed
+
+    def tokens(self, start: int, stop: int) -> np.ndarray:
+        """Token ids `[start, stop)`, int32."""
+        return self._tokens[start:stop]
+
+    def packed(self, count: int) -> bytes:
+        """The first `count` tokens, packed."""
+        return self._tokens[:count].tobytes()
+
+    def append(self, token: int) -> None:
+        """Add an output token."""
+        self._tokens[self.length] = token
+        self.length += 1

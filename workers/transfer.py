@@ -1,0 +1,47 @@
+"""The thread that owns a worker's end of the KV channel: it posts, polls and judges, away from the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from transfer.channel import Accepted, Receiver, Refused, Sender, SendFailed, Sent
+from transfer.messages import Peer, Reservation
+from transfer.nixl_transport import NixlTransport
+from workers.loop import Loop
+
+Event = Sent | SendFailed | Accepted | Refused
+
+
+class TransferLoop(Loop):
+    """Runs sender and receiver over one transport. `on_event` is called in this thread."""
+
+    def __init__(
+        self,
+        transport: NixlTransport,
+        sender: Sender,
+        receiver: Receiver,
+        poll_interval_s: float,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        super().__init__("kv-transfer", self._poll)
+        self.sender = sender
+        self.receiver = receiver
+        self.transport = transport
+        self._poll_interval_s = poll_interval_s
+        self._on_event = on_event
+
+    def open(self, lease_id: str, reservation: Reservation, peer: Peer) -> None:
+        """Connect to the receiver, if that is not done yet, and let the transfer's writes begin."""
+        self.transport.connect(peer)
+        self.sender.open(lease_id, reservation, peer.agent)
+
+    def _poll(self) -> float | None:
+        if not (self.sender.busy or self.receiver.waiting):
+            return None
+        for agent, message in self.transport.receive():
+            if (judged := self.receiver.on_notification(agent, message)) is not None:
+                self._on_event(judged)
+        for event in self.sender.step(time.monotonic()):
+            self._on_event(event)
+        return self._poll_interval_s
