@@ -1,0 +1,1 @@
+"""What an operator meets: configuration, command line, placement on Ray, benchmarks."""

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +57,13 @@ class Worker:
     def __init__(
         self, name: str, role: str, model: Path, config: WorkerConfig, transfer: TransferConfig, directory: Directory
     ) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         self.name = name
         self.role = role
         self.incarnation = time.time_ns()
+        self._model_path = model
+        self._config = config
         self._transfer_config = transfer
         self._directory = directory
-        self._model_name = describe(model)
-        self._engine = Engine(Model(model, config.dtype, config.device), config)
-        # The first user's request should not pay for lazy initialisation.
-        self._engine.warm_up()
-        memory = self._engine.memory
-        transport = NixlTransport(f"{name}/{self.incarnation}", memory.flat, memory.layout, transfer.backend)
-        self._self = transport.describe(name, self.incarnation)
-        self._transfer_loop = TransferLoop(
-            transport,
-            Sender(transport, self.incarnation, memory.checksum),
-            Receiver(self.incarnation, memory.checksum),
-            transfer.poll_interval_s,
-            self._on_transfer_event,
-        )
         self._engine_loop = Loop("engine", self._turn)
         self._jobs: dict[str, _Job] = {}
         self._peers: dict[str, Peer] = {}
@@ -86,13 +73,33 @@ class Worker:
         self._state = "starting"
 
     async def start(self) -> WorkerStatus:
-        """Begin to serve."""
+        """Load the model and begin to serve. Raises StartError, ModelUnsupported or ValueError for what cannot work."""
+        await asyncio.to_thread(self._load)
         self._loop = asyncio.get_running_loop()
         self._engine_loop.start()
         self._transfer_loop.start()
         self._spawn(self._watch())
         self._state = "ready"
         return await self.status()
+
+    def _load(self) -> None:
+        config, transfer = self._config, self._transfer_config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self._model_name = describe(self._model_path)
+        self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
+        # The first user's request should not pay for lazy initialisation.
+        self._engine.warm_up()
+        memory = self._engine.memory
+        transport = NixlTransport(f"{self.name}/{self.incarnation}", memory.flat, memory.layout, transfer.backend)
+        self._self = transport.describe(self.name, self.incarnation)
+        self._transfer_loop = TransferLoop(
+            transport,
+            Sender(transport, self.incarnation, memory.checksum),
+            Receiver(self.incarnation, memory.checksum),
+            transfer.poll_interval_s,
+            self._on_transfer_event,
+        )
 
     async def stop(self) -> None:
         """Abort what runs and end the threads."""
@@ -238,10 +245,9 @@ class Worker:
             _log.exception("engine step failed")
             failed = [Delta(one, 0, (), 0, error=f"engine: {error}") for one in self._engine.drop_running()]
             result = StepResult(ran=True, deltas=failed)
-        for produced in result.produced:
-            self._transfer_loop.call(
-                lambda made=produced: self._transfer_loop.sender.offer(made.request_id, made.chunk, made.ending)
-            )
+        for made in result.produced:
+            offer = partial(self._transfer_loop.sender.offer, made.request_id, made.chunk, made.ending)
+            self._transfer_loop.call(offer)
         if result.started or result.reserved or result.deltas:
             self._to_front(self._on_step, result)
         return 0 if result.ran else IDLE_RETRY_S
@@ -335,13 +341,14 @@ class Worker:
 
     async def _peer(self, name: str, incarnation: int) -> Peer:
         known = self._peers.get(name)
-        if known is None or known.incarnation != incarnation:
-            if known is not None:
-                await self._on_transfer(lambda loop: loop.transport.disconnect(known.agent))
-            known = await self._directory.call(name, "describe", timeout=self._transfer_config.call_timeout_s)
-            assert known is not None
-            self._peers[name] = known
-        return known
+        if known is not None and known.incarnation == incarnation:
+            return known
+        if known is not None:
+            agent = known.agent
+            await self._on_transfer(lambda loop: loop.transport.disconnect(agent))
+        peer: Peer = await self._directory.call(name, "describe", timeout=self._transfer_config.call_timeout_s)
+        self._peers[name] = peer
+        return peer
 
     async def _abort_remote(self, worker: str, request_id: str) -> None:
         try:
@@ -425,7 +432,7 @@ class Worker:
                 delta = Delta(job.request.request_id, 0, (), 0, error="deadline exceeded")
                 self._spawn(self._deliver(job.request.gateway, [delta]))
                 await self.abort(job.request.request_id)
-            for lease in await self._on_transfer(lambda loop: loop.receiver.overdue(now)):
+            for lease in await self._on_transfer(lambda loop: loop.receiver.overdue(time.monotonic())):
                 # The question may take as long as a lease; it is not asked twice meanwhile.
                 lease.deadline = now + 2 * self._transfer_config.lease_s
                 self._spawn(self._ask_about(lease))

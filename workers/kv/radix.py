@@ -179,8 +179,8 @@ class RadixCache:
         if node.children or node.pins or node.parent is None:
             return
         if len(self._heap) > 1024 and len(self._heap) > 4 * self.cached:
-            current = {id(entry[2]): entry for entry in self._heap if entry[0] == entry[2].last_use and entry[2].blocks}
-            self._heap = list(current.values())
+            queued = {id(one): one for _, _, one in self._heap if one.blocks and not one.children and not one.pins}
+            self._heap = [(one.last_use, next(self._serial), one) for one in queued.values()]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (node.last_use, next(self._serial), node))
 

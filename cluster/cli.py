@@ -1,0 +1,205 @@
+"""The `headwater` command."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from cluster.config import ClusterConfig, ConfigError, load
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Disaggregated LLM serving on Ray.")
+model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
+app.add_typer(model_app, name="model")
+_errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+READY = """\
+Headwater is ready: {model} on {url}
+
+  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a headwater?"}}], "max_tokens": 64}}'
+
+  python -c 'from openai import OpenAI; client = OpenAI(base_url="{url}/v1", api_key="none"); \
+print(client.chat.completions.create(model="{model}", max_tokens=64, \
+messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
+
+Press Ctrl-C to stop."""
+
+
+def _fail(message: object) -> typer.Exit:
+    """One clear line and exit code 1."""
+    _errors.print(f"[bold red]error:[/] {str(message).splitlines()[0] if str(message) else 'unknown'}", markup=True)
+    return typer.Exit(1)
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Option(help="known name, local directory, .gguf file or hub id")] = None,
+    prefill: Annotated[int | None, typer.Option(help="number of prefill workers")] = None,
+    decode: Annotated[int | None, typer.Option(help="number of decode workers")] = None,
+    both: Annotated[int | None, typer.Option(help="number of workers with both roles")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="port to listen on")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="memory of a worker's KV pool, such as 1GiB")] = None,
+    block_size: Annotated[int | None, typer.Option(help="tokens in a KV block")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="longest prompt plus output, in tokens")] = None,
+    step_tokens: Annotated[int | None, typer.Option(help="token budget of a step: the size of prefill chunks")] = None,
+    prefix_cache: Annotated[bool | None, typer.Option(help="reuse KV of earlier prompts and answers")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of a worker")] = None,
+    address: Annotated[str | None, typer.Option(help="a running Ray cluster; default: start one here")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file; flags come on top")] = None,
+) -> None:
+    """Start a cluster and its gateway; Ctrl-C drains and stops everything."""
+    flags = {
+        "model.name": model,
+        "prefill.replicas": prefill,
+        "decode.replicas": decode,
+        "both.replicas": both,
+        "gateway.host": host,
+        "gateway.port": port,
+        "worker.dtype": dtype,
+        "worker.device": device,
+        "worker.kv_memory": kv_memory,
+        "worker.block_size": block_size,
+        "worker.max_model_len": max_model_len,
+        "worker.step_tokens": step_tokens,
+        "worker.prefix_cache": prefix_cache,
+        "worker.threads": threads,
+    }
+    try:
+        settings = load(config, flags)
+    except ConfigError as error:
+        raise _fail(error) from None
+    _serve(settings, address)
+
+
+def _serve(settings: ClusterConfig, address: str | None) -> None:
+    stop = threading.Event()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda *_: stop.set())
+    _check_port(settings)
+    path = _resolve(settings.model.name)
+    # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
+    from cluster.launch import Cluster, LaunchError, connect, disconnect
+
+    status = _errors.status("starting Ray")
+    try:
+        with status:
+            connect(address)
+            cluster = Cluster(settings, path)
+            cluster.start(progress=lambda text: _progress(status, text, stop))
+    except (LaunchError, KeyboardInterrupt) as error:
+        disconnect()
+        if stop.is_set():
+            raise typer.Exit(0) from None
+        raise _fail(error) from None
+    typer.echo(READY.format(model=cluster.statuses()[0].model, url=cluster.url))
+    try:
+        code = _wait(cluster, stop)
+    finally:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(one, signal.SIG_IGN)
+        cluster.stop()
+        disconnect()
+    raise typer.Exit(code)
+
+
+def _progress(status: Any, text: str, stop: threading.Event) -> None:
+    if stop.is_set():
+        raise KeyboardInterrupt
+    status.update(text)
+
+
+def _wait(cluster: Any, stop: threading.Event) -> int:
+    """Wait for a signal, then drain; exit code 1 when the gateway dies by itself."""
+    import ray
+    from ray.exceptions import RayError
+
+    while not stop.wait(1.0):
+        try:
+            ray.get(cluster.gateway.ping.remote(), timeout=30)
+        except RayError as error:
+            _errors.print(f"error: the gateway died: {type(error).__name__}")
+            return 1
+    _errors.print("stopping: running requests may finish")
+    try:
+        if cut := cluster.drain():
+            _errors.print(f"{cut} requests were cut off")
+    except RayError as error:
+        _errors.print(f"error: draining failed: {type(error).__name__}")
+        return 1
+    return 0
+
+
+def _check_port(settings: ClusterConfig) -> None:
+    try:
+        socket.create_server((settings.gateway.host, settings.gateway.port)).close()
+    except OSError as error:
+        raise _fail(
+            f"gateway.port: cannot listen on {settings.gateway.host}:{settings.gateway.port}: {error.strerror}"
+        ) from None
+
+
+def _resolve(name: str) -> Path:
+    from cluster.models import ModelError, check_architecture, resolve
+
+    try:
+        path = resolve(name)
+        check_architecture(path)
+    except ModelError as error:
+        raise _fail(error) from None
+    return path
+
+
+@app.command()
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    address: Annotated[str, typer.Option(help="the Ray cluster")] = "auto",
+) -> None:
+    """Show workers, load and cache."""
+    import ray
+
+    from cluster import status as workers
+    from cluster.launch import DEFAULT_NAME, LaunchError, connect
+
+    try:
+        connect(address)
+        statuses = workers.collect(DEFAULT_NAME)
+    except LaunchError as error:
+        raise _fail(error) from None
+    finally:
+        ray.shutdown()
+    if as_json:
+        typer.echo(json.dumps(workers.as_json(statuses), indent=2))
+    else:
+        Console().print(workers.as_table(statuses))
+
+
+@model_app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="name of a known model")] = "smollm2-135m-instruct",
+) -> None:
+    """Fetch a model into the cache; the last line of output is its directory."""
+    from cluster import models
+
+    try:
+        typer.echo(models.pull(name))
+    except models.ModelError as error:
+        raise _fail(error) from None
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

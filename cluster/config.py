@@ -1,0 +1,135 @@
+"""ClusterConfig: one tree from a YAML file, the environment and flags, in that order.
+
+`HEADWATER__WORKER__BLOCK_SIZE=32` in the environment sets `worker.block_size`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from cluster.models import DEFAULT_MODEL
+from router.config import GatewayConfig, RouterConfig
+from transfer.config import TransferConfig
+from workers.config import WorkerConfig
+
+ENV_PREFIX = "HEADWATER__"
+
+
+class ConfigError(Exception):
+    """A setting that is unknown or cannot be; one line that names it."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """Which model is served."""
+
+    name: str = Field(DEFAULT_MODEL, description="a known name, a local directory, a .gguf file or a hub id")
+
+
+class PrefillConfig(_Section):
+    """Workers that only compute prompts."""
+
+    replicas: int = Field(1, ge=0, description="number of prefill workers")
+
+
+class DecodeConfig(_Section):
+    """Workers that only generate."""
+
+    replicas: int = Field(1, ge=0, description="number of decode workers")
+
+
+class BothConfig(_Section):
+    """Workers that do both."""
+
+    replicas: int = Field(0, ge=0, description="number of workers with both roles")
+
+
+class ClusterConfig(_Section):
+    """Everything a cluster can be told."""
+
+    model: ModelConfig = ModelConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    decode: DecodeConfig = DecodeConfig()
+    both: BothConfig = BothConfig()
+    worker: WorkerConfig = WorkerConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    gateway: GatewayConfig = GatewayConfig()
+
+    @model_validator(mode="after")
+    def _someone_answers(self) -> Self:
+        prefill, decode, both = self.prefill.replicas, self.decode.replicas, self.both.replicas
+        if bool(prefill) != bool(decode):
+            lacking = "decode" if prefill else "prefill"
+            raise ValueError(f"{lacking}.replicas is 0: prefill and decode workers only work together")
+        if not (prefill or both):
+            raise ValueError("prefill.replicas, decode.replicas and both.replicas are all 0: nobody would answer")
+        return self
+
+    @property
+    def workers(self) -> list[tuple[str, str]]:
+        """Names and roles of the wanted workers."""
+        counts = {"prefill": self.prefill.replicas, "decode": self.decode.replicas, "both": self.both.replicas}
+        return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
+
+
+def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ClusterConfig:
+    """The configuration. `flags` maps dotted keys to values, None for flags not given. Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            content = yaml.safe_load(file.read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"--config {file}: expected a mapping of sections")
+        tree = content
+    for name, text in environ.items():
+        if name.startswith(ENV_PREFIX):
+            _set(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(text))
+    for key, value in flags.items():
+        if value is not None:
+            _set(tree, key.split("."), value)
+    try:
+        return ClusterConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _set(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        child = tree.setdefault(part, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"{'.'.join(path)}: {part} is not a section")
+        tree = child
+    tree[path[-1]] = value
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    path = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(path, _keys(ClusterConfig), n=1, cutoff=0.0)
+        return f"{path}: unknown setting; did you mean {nearest[0]}?"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{path}: {message}, got {problem['input']!r}" if path else message
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys.extend(_keys(field.annotation, f"{prefix}{name}."))
+    return keys

@@ -1,0 +1,170 @@
+"""Cluster: start workers and a gateway as Ray actors, and stop them so that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from cluster import telemetry
+from cluster.config import ClusterConfig
+from router.gateway.actor import Gateway
+from transfer.directory import RayDirectory
+from transfer.messages import WorkerStatus
+from workers.actor import Worker
+
+DEFAULT_NAME = "headwater"
+GATEWAY = "gateway-0"
+OBJECT_STORE_BYTES = 100 * 2**20
+"""Requests and tokens travel inline; the object store stays almost empty."""
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 2.0
+
+
+class LaunchError(Exception):
+    """The cluster could not start; one line that says why."""
+
+
+def connect(address: str | None, name: str = DEFAULT_NAME) -> None:
+    """Join the Ray cluster at `address`, or start one here. Raises LaunchError when it cannot be reached."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    options: dict[str, Any] = {"namespace": name, "logging_level": "error", "log_to_driver": True}
+    options["runtime_env"] = {"worker_process_setup_hook": "cluster.logs.setup"}
+    if address is None:
+        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = address or "local"
+        raise LaunchError(f"Ray cluster {where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
+
+
+def disconnect() -> None:
+    """Leave Ray; a local cluster ends with every process that it started here."""
+    processes = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    for process in alive:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+
+
+class Cluster:
+    """One Headwater cluster in the current Ray cluster; its name is the Ray namespace."""
+
+    def __init__(self, config: ClusterConfig, model: Path, name: str = DEFAULT_NAME) -> None:
+        self.config = config
+        self.port = 0
+        self._model = model
+        self._name = name
+        self._actors: dict[str, Any] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the gateway listens."""
+        host = "127.0.0.1" if self.config.gateway.host == "0.0.0.0" else self.config.gateway.host
+        return f"http://{host}:{self.port}"
+
+    def start(self, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Start everything and wait until it can serve. Raises LaunchError, with nothing left running."""
+        try:
+            self._start_workers(progress)
+            progress("starting the gateway")
+            self._start_gateway()
+        except BaseException:
+            self.stop()
+            raise
+
+    def worker(self, name: str) -> Any:
+        """The actor handle of a worker."""
+        return self._actors[name]
+
+    @property
+    def gateway(self) -> Any:
+        """The gateway's actor handle."""
+        return self._actors[GATEWAY]
+
+    def statuses(self) -> list[WorkerStatus]:
+        """Each living worker's own account."""
+        workers = [self._actors[name] for name, _ in self.config.workers]
+        return list(ray.get([worker.status.remote() for worker in workers], timeout=10))
+
+    def drain(self) -> int:
+        """Let running requests finish, up to the configured time; returns how many were cut off."""
+        return int(ray.get(self.gateway.drain.remote(), timeout=self.config.gateway.drain_s + 5))
+
+    def stop(self) -> None:
+        """End every actor, the gateway first."""
+        for name in reversed(list(self._actors)):
+            actor = self._actors.pop(name)
+            try:
+                if name != GATEWAY:
+                    ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
+            except RayError:
+                pass
+            ray.kill(actor)
+
+    def _start_workers(self, progress: Callable[[str], None]) -> None:
+        config = self._worker_config()
+        workers = self.config.workers
+        for name, role in workers:
+            gpus = 1 if config.device == "cuda" else 0
+            environment = {"OMP_NUM_THREADS": str(config.threads), "TOKENIZERS_PARALLELISM": "false"}
+            self._actors[name] = (
+                ray.remote(Worker)
+                .options(name=name, num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})
+                .remote(name, role, self._model, config, self.config.transfer, RayDirectory(self._name))
+            )
+        pending = [self._actors[name].start.remote() for name, _ in workers]
+        until = time.monotonic() + START_TIMEOUT_S
+        while pending:
+            progress(f"loading the model: {len(workers) - len(pending)} of {len(workers)} workers ready")
+            done, pending = ray.wait(pending, timeout=max(0.0, until - time.monotonic()))
+            if not done:
+                raise LaunchError(f"{len(pending)} workers were not ready within {START_TIMEOUT_S:.0f} s")
+            for one in done:
+                _result(one)
+
+    def _worker_config(self) -> Any:
+        """Workers of one machine share its cores: two that run at once would otherwise wait for each other's threads
+        at every operator."""
+        if self.config.worker.threads is not None:
+            return self.config.worker
+        threads = max(1, len(os.sched_getaffinity(0)) // len(self.config.workers))
+        return self.config.worker.model_copy(update={"threads": threads})
+
+    def _start_gateway(self) -> None:
+        gateway = (
+            ray.remote(Gateway)
+            .options(name=GATEWAY, num_cpus=0, runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}})
+            .remote(
+                GATEWAY,
+                self.config.workers,
+                self._model,
+                self.config.gateway,
+                self.config.router,
+                RayDirectory(self._name),
+                telemetry.setup,
+            )
+        )
+        self._actors[GATEWAY] = gateway
+        self.port = _result(gateway.start.remote())
+
+
+def _result(reference: Any) -> Any:
+    """The result of a start call; its failure as one line."""
+    try:
+        return ray.get(reference, timeout=START_TIMEOUT_S)
+    except RayTaskError as error:
+        raise LaunchError(str(error.cause)) from None
+    except RayError as error:
+        raise LaunchError(" ".join(str(error).split())[:500]) from None

@@ -1,0 +1,1 @@
+"""What an application meets: the HTTP gateway and the prefix router."""

@@ -1,0 +1,29 @@
+"""What router and gateway can be told."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterConfig(BaseModel):
+    """Settings of the prefix router."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    anchor_blocks: int = Field(4, ge=1, description="blocks of a prompt's beginning that choose its home worker")
+    load_bound: float = Field(1.25, gt=1, description="a worker takes no more than this times the mean load")
+    load_slack_tokens: int = Field(2048, ge=0, description="load difference, in tokens, that never moves a request")
+    candidates: int = Field(3, ge=1, description="workers tried in turn while they answer busy")
+    attempts: int = Field(3, ge=1, description="plans made for a request before its failure is reported")
+
+
+class GatewayConfig(BaseModel):
+    """Settings of the HTTP gateway."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
+    max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
+    drain_s: float = Field(5.0, ge=0, description="how long running requests may still finish when stopping")

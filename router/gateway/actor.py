@@ -1,0 +1,133 @@
+"""The gateway actor: HTTP server, router and view in one process and one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from router.config import GatewayConfig, RouterConfig
+from router.gateway import metrics
+from router.gateway.app import create_app
+from router.gateway.dispatch import Dispatcher
+from router.gateway.service import Limits, Service
+from router.gateway.text import Text
+from router.route import Router
+from router.view import View
+from transfer.directory import Directory, PeerDead, PeerError
+from transfer.messages import Delta, WorkerStatus
+from transfer.prefix import root_key
+
+_log = logging.getLogger(__name__)
+HEARTBEAT_S = 0.5
+STATUS_TIMEOUT_S = 5.0
+
+
+class Gateway:
+    """One gateway. `telemetry` sets metrics up in this process and returns what renders them."""
+
+    def __init__(
+        self,
+        name: str,
+        workers: list[tuple[str, str]],
+        model: Path,
+        config: GatewayConfig,
+        router: RouterConfig,
+        directory: Directory,
+        telemetry: Callable[[], Callable[[], bytes]],
+    ) -> None:
+        self._render = telemetry()
+        self._config = config
+        self._directory = directory
+        self._text = Text(model)
+        self._view = View(workers)
+        self._dispatcher = Dispatcher(name, Router(self._view, router), directory, router, config)
+        metrics.observe(self._view, lambda: self._dispatcher.in_flight)
+        self._draining = False
+        self._server: uvicorn.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> int:
+        """Begin to serve; returns the port. Raises OSError when it is taken and PeerError when no worker answers."""
+        listener = socket.create_server((self._config.host, self._config.port), backlog=1024)
+        names = list(self._view.workers)
+        await asyncio.gather(*(self._heartbeat(name) for name in names))
+        limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
+        service = Service(self._text, self._dispatcher, limits)
+        app = create_app(service, self._ready, self._render, self._config.max_body_bytes)
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = uvicorn.Server(settings)
+        self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
+        self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        return int(listener.getsockname()[1])
+
+    def _limits(self, statuses: list[WorkerStatus]) -> Limits:
+        if not statuses:
+            raise PeerError("no worker answers")
+        first = statuses[0]
+        return Limits(
+            model=first.model,
+            max_model_len=min(one.max_model_len for one in statuses),
+            block_size=first.block_size,
+            root=root_key(first.model),
+        )
+
+    async def deliver(self, deltas: list[Delta]) -> None:
+        """Workers bring tokens."""
+        self._dispatcher.deliver(deltas)
+
+    async def ping(self) -> int:
+        """Whether this process lives; returns its id."""
+        return os.getpid()
+
+    async def in_flight(self) -> int:
+        """Prompts under way."""
+        return self._dispatcher.in_flight
+
+    async def statuses(self) -> list[WorkerStatus]:
+        """What the workers last said of themselves, the dead ones included."""
+        return [one.status for one in self._view.workers.values() if one.status is not None]
+
+    async def drain(self) -> int:
+        """Become unready, let running requests finish for a while, then close; returns how many were cut off."""
+        self._draining = True
+        until = time.monotonic() + self._config.drain_s
+        while self._dispatcher.in_flight and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        cut = self._dispatcher.in_flight
+        if self._server is not None:
+            self._server.should_exit = True
+            await asyncio.wait(self._tasks[:1], timeout=2.0)
+        for task in self._tasks:
+            task.cancel()
+        return cut
+
+    def _ready(self) -> bool:
+        return self._view.ready and not self._draining
+
+    async def _watch(self, name: str) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._heartbeat(name)
+
+    async def _heartbeat(self, name: str) -> None:
+        """Ask a worker how it is. Only the end of its process counts as death; a slow answer does not."""
+        try:
+            self._view.update(await self._directory.call(name, "status", timeout=STATUS_TIMEOUT_S))
+        except PeerDead as error:
+            if self._view.workers[name].alive:
+                _log.warning("worker %s died: %s", name, error)
+                self._view.mark_dead(name)
+                self._dispatcher.worker_died(name)
+        except PeerError as error:
+            _log.warning("%s", error)

@@ -1,0 +1,215 @@
+"""Dispatcher: carries one prompt through the workers and yields its tokens in order, exactly once.
+
+It plans, calls the prefill worker, orders what the workers deliver, plans again when a worker fails (continuing from
+the tokens already yielded, at the same sampling positions), and aborts everywhere when its consumer goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass, field, replace
+
+from router.config import GatewayConfig, RouterConfig
+from router.gateway.errors import failed, overloaded, unavailable
+from router.route import NoWorkers, Router, Ticket
+from transfer.directory import Directory, PeerError
+from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
+from transfer.prefix import PrefixChain
+
+_log = logging.getLogger(__name__)
+ABORT_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt with its prefix keys and the salt of its cache."""
+
+    tokens: bytes
+    chain: PrefixChain
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Tokens that follow those of the output before; `finish_reason` on the last one."""
+
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    finish_reason: str | None
+
+
+class AttemptFailed(Exception):
+    """A worker failed under the request; another plan may succeed."""
+
+    def __init__(self, reason: str, workers: frozenset[str]) -> None:
+        super().__init__(reason)
+        self.workers = workers
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One plan being carried out. The queue gets deltas and, at most once, what went wrong."""
+
+    request: Request
+    plan: Plan
+    ticket: Ticket
+    queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
+    finished: bool = False
+
+    @property
+    def workers(self) -> frozenset[str]:
+        return frozenset(name for name in (self.plan.prefill, self.plan.decode) if name is not None)
+
+
+class Dispatcher:
+    """All requests of one gateway; `name` is what workers deliver to."""
+
+    def __init__(
+        self, name: str, router: Router, directory: Directory, router_config: RouterConfig, config: GatewayConfig
+    ) -> None:
+        self._name = name
+        self._router = router
+        self._directory = directory
+        self._router_config = router_config
+        self._config = config
+        self._attempts: dict[str, _Attempt] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.in_flight = 0
+
+    def deliver(self, deltas: list[Delta]) -> None:
+        """Workers bring tokens; those of requests that are over are dropped."""
+        for delta in deltas:
+            if (attempt := self._attempts.get(delta.request_id)) is not None:
+                attempt.queue.put_nowait(delta)
+
+    def worker_died(self, name: str) -> None:
+        """Fail what this worker had a part in."""
+        for attempt in self._attempts.values():
+            if name in attempt.workers:
+                attempt.queue.put_nowait(AttemptFailed(f"{name} died", frozenset([name])))
+
+    async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
+        """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, or 500 when it cannot be
+        completed."""
+        deadline = time.monotonic() + self._config.request_timeout_s
+        sent: list[int] = []
+        cached: int | None = None
+        avoid: frozenset[str] = frozenset()
+        self.in_flight += 1
+        try:
+            for left in reversed(range(self._router_config.attempts)):
+                attempt = self._start(prompt, sampling, sent, deadline, avoid)
+                try:
+                    async for delta in self._ordered(attempt, deadline):
+                        cached = delta.cached_tokens if cached is None else cached
+                        sent.extend(delta.tokens)
+                        attempt.finished = delta.finish_reason is not None
+                        yield Output(delta.tokens, cached, delta.finish_reason)
+                        if attempt.finished:
+                            return
+                except AttemptFailed as error:
+                    _log.warning("request %s: %s", attempt.request.request_id, error)
+                    avoid |= error.workers
+                    if not left:
+                        raise failed(f"the request could not be completed: {error}") from None
+                finally:
+                    self._end(attempt)
+        finally:
+            self.in_flight -= 1
+
+    def _start(
+        self, prompt: Prompt, sampling: SamplingParams, sent: list[int], deadline: float, avoid: frozenset[str]
+    ) -> _Attempt:
+        request = Request(
+            request_id=uuid.uuid4().hex,
+            prompt=prompt.tokens + pack_tokens(sent),
+            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(sent)),
+            gateway=self._name,
+            timeout_s=max(0.0, deadline - time.monotonic()),
+            salt=prompt.salt,
+        )
+        plan = self._plan(prompt, request, avoid)
+        attempt = _Attempt(request, plan, self._router.dispatch(plan, request.prompt_tokens))
+        self._attempts[request.request_id] = attempt
+        self._spawn(self._run(attempt, prompt, avoid))
+        return attempt
+
+    def _plan(self, prompt: Prompt, request: Request, avoid: frozenset[str]) -> Plan:
+        generate = request.sampling.max_tokens > 1
+        try:
+            return self._router.plan(prompt.chain, request.prompt_tokens, generate, avoid)
+        except NoWorkers as error:
+            if not avoid:
+                raise unavailable(str(error)) from None
+        try:
+            return self._router.plan(prompt.chain, request.prompt_tokens, generate)
+        except NoWorkers as error:
+            raise unavailable(str(error)) from None
+
+    async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
+        """Call prefill workers until one takes the request, and watch over its part."""
+        request = attempt.request
+        queued = 0
+        for _ in range(self._router_config.candidates):
+            name = attempt.plan.prefill
+            try:
+                outcome: Outcome = await self._directory.call(
+                    name, "generate", request, attempt.plan.decode, timeout=request.timeout_s + ABORT_TIMEOUT_S
+                )
+            except PeerError as error:
+                attempt.queue.put_nowait(AttemptFailed(str(error), frozenset([name])))
+                return
+            attempt.ticket.computed()
+            if outcome.status == "failed":
+                attempt.queue.put_nowait(AttemptFailed(outcome.error or "failed", attempt.workers))
+            if outcome.status != "busy" or request.request_id not in self._attempts:
+                return
+            queued, avoid = outcome.queued, avoid | {name}
+            try:
+                plan = self._router.plan(prompt.chain, request.prompt_tokens, request.sampling.max_tokens > 1, avoid)
+            except NoWorkers:
+                break
+            attempt.ticket.close()
+            attempt.plan, attempt.ticket = plan, self._router.dispatch(plan, request.prompt_tokens)
+        attempt.queue.put_nowait(overloaded(f"every candidate is busy; the last had {queued} requests queued"))
+
+    async def _ordered(self, attempt: _Attempt, deadline: float) -> AsyncGenerator[Delta, None]:
+        """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""
+        waiting: dict[int, Delta] = {}
+        position = 0
+        while True:
+            try:
+                item = await asyncio.wait_for(attempt.queue.get(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                raise failed(f"deadline of {self._config.request_timeout_s} s exceeded") from None
+            if isinstance(item, Exception):
+                raise item
+            if item.error is not None:
+                raise AttemptFailed(item.error, attempt.workers)
+            waiting[item.start] = item
+            while (delta := waiting.pop(position, None)) is not None:
+                position += len(delta.tokens)
+                yield delta
+
+    def _end(self, attempt: _Attempt) -> None:
+        """An attempt is over: stop counting it, and stop whoever still works on it."""
+        del self._attempts[attempt.request.request_id]
+        attempt.ticket.close()
+        if not attempt.finished:
+            for name in attempt.workers:
+                self._spawn(self._abort(name, attempt.request.request_id))
+
+    async def _abort(self, worker: str, request_id: str) -> None:
+        try:
+            await self._directory.call(worker, "abort", request_id, timeout=ABORT_TIMEOUT_S)
+        except PeerError as error:
+            _log.info("request %s: abort: %s", request_id, error)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,49 @@
+"""The gateway's metrics, through the OpenTelemetry API; cluster/telemetry.py exports them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from router.view import View
+
+_meter = metrics.get_meter("headwater.gateway")
+requests = _meter.create_counter("headwater_requests", description="finished requests by route and outcome")
+prompt_tokens = _meter.create_counter("headwater_prompt_tokens", description="prompt tokens of answered requests")
+cached_tokens = _meter.create_counter("headwater_cached_prompt_tokens", description="prompt tokens nobody computed")
+output_tokens = _meter.create_counter("headwater_output_tokens", description="tokens generated")
+first_token = _meter.create_histogram(
+    "headwater_time_to_first_token", unit="s", description="from the request's arrival to its first token"
+)
+duration = _meter.create_histogram("headwater_request_duration", unit="s", description="from arrival to the end")
+
+
+def observe(view: View, in_flight: Callable[[], int]) -> None:
+    """Register gauges over the router's view of the workers and the gateway's running requests."""
+
+    def workers(value: Callable[[View], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        return lambda _: value(view)
+
+    def blocks(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            for state, number in worker.status.blocks.items() if worker.status and worker.alive else ():
+                yield Observation(number, {"worker": worker.name, "state": state})
+
+    def queue(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            if worker.status and worker.alive:
+                yield Observation(worker.status.running, {"worker": worker.name, "state": "running"})
+                yield Observation(worker.status.waiting, {"worker": worker.name, "state": "waiting"})
+
+    def alive(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            yield Observation(int(worker.alive), {"worker": worker.name, "role": worker.role})
+
+    _meter.create_observable_gauge("headwater_worker_blocks", [workers(blocks)], description="KV blocks by state")
+    _meter.create_observable_gauge("headwater_worker_requests", [workers(queue)], description="requests by state")
+    _meter.create_observable_gauge("headwater_worker_up", [workers(alive)], description="1 while the worker answers")
+    _meter.create_observable_gauge(
+        "headwater_requests_in_flight", [lambda _: [Observation(in_flight())]], description="prompts under way"
+    )

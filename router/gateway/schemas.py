@@ -1,0 +1,178 @@
+"""Request bodies: parsing with caps, and pydantic models whose errors name field, value and limit."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from router.gateway.errors import ApiError, invalid
+
+INT64 = 2**63
+MAX_STOPS = 4
+MAX_PROMPTS = 128
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+def _stops(value: str | list[str] | None) -> str | list[str] | None:
+    stops = [value] if isinstance(value, str) else value or []
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
+    if not all(stops) and value != "":
+        raise ValueError("must not contain an empty string")
+    return value
+
+
+Finite = Annotated[float, AfterValidator(_finite)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+
+
+class _Common(BaseModel):
+    """Parameters that chat and completions share. Fields that OpenAI publishes and Headwater does not support are
+    accepted only at the value that means "off"."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1, lt=INT64)
+    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    top_k: int | None = Field(None, ge=-1, lt=INT64)
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: Annotated[str | list[str] | None, AfterValidator(_stops)] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    n: Literal[1] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
+    presence_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """Stop strings, none of them empty."""
+        return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or [])
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class TextPart(BaseModel):
+    """A piece of message content; only text is supported."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One message of a chat."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """What a chat template gets: text parts joined, absent content as empty text."""
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content or ""}
+
+
+class ChatRequest(_Common):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
+    logprobs: Literal[False] | None = None
+
+
+class CompletionRequest(_Common):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    logprobs: None = None
+    suffix: None = None
+
+
+R = TypeVar("R", bound=_Common)
+
+
+def parse(kind: type[R], body: bytes) -> R:
+    """A request body as `kind`. Raises ApiError 400 naming the field, the value and the limit."""
+    try:
+        data = json.loads(body, parse_constant=_no_constant)
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise invalid("the body contains a lone surrogate, which is not text") from None
+    except UnicodeDecodeError:
+        raise invalid("the body is not valid UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise invalid(f"the body must be a JSON object, not {type(data).__name__}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error, data) from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not allowed")
+
+
+def _explain(error: ValidationError, data: dict[str, Any]) -> ApiError:
+    """The first problem as one line. A union reports one problem per member; the member that got furthest into the
+    value is the one the client meant."""
+    problems = error.errors(include_url=False)
+    first = problems[0]["loc"][0] if problems[0]["loc"] else None
+    problem = max((one for one in problems if one["loc"][:1] == (first,)), key=lambda one: _depth(one, data))
+    path = ".".join(str(part) for part in _real_path(problem["loc"], data))
+    if problem["type"] == "missing":
+        return invalid(f"{path}: required, but missing", path)
+    if problem["type"] == "extra_forbidden":
+        return invalid(f"{path}: this parameter is not supported", path, "unsupported_parameter")
+    shown = json.dumps(problem["input"], ensure_ascii=False, default=str)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return invalid(f"{path}: {problem['msg']}, got {shown}", path)
+
+
+def _depth(problem: Any, data: dict[str, Any]) -> int:
+    return len(_real_path(problem["loc"], data))
+
+
+def _real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """The parts of a pydantic location that exist in the data; the others name union members. The last part of a
+    location within an object stays even where the key is missing."""
+    path: list[int | str] = []
+    for part in location:
+        if isinstance(data, dict) and isinstance(part, str):
+            path.append(part)
+            data = data.get(part)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            path.append(part)
+            data = data[part]
+    return path

@@ -1,0 +1,31 @@
+"""Ring: consistent hashing of prefix keys to workers (uhashring), so that few keys move when workers change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from uhashring import HashRing
+
+
+class Ring:
+    """Workers on a hash ring."""
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names: frozenset[str] = frozenset()
+        self._ring = HashRing(hash_fn="ketama")
+        self.set(names)
+
+    def set(self, names: Iterable[str]) -> None:
+        """Make the ring consist of exactly these workers."""
+        wanted = frozenset(names)
+        for name in self._names - wanted:
+            self._ring.remove_node(name)
+        for name in sorted(wanted - self._names):
+            self._ring.add_node(name)
+        self._names = wanted
+
+    def order(self, key: bytes) -> list[str]:
+        """Every worker once, the key's home first, then in ring order."""
+        if not self._names:
+            return []
+        return [one["nodename"] for one in self._ring.range(key.hex(), size=len(self._names), unique=True)]
