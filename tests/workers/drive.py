@@ -1,0 +1,144 @@
+"""What the tests of this package share: requests, and an engine driven by hand."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from transfer.channel import Chunk, Ending
+from transfer.messages import Delta, Request, SamplingParams, pack_tokens
+from workers.config import WorkerConfig
+from workers.engine.engine import Engine, Reserved, StepResult
+from workers.engine.model import Model
+from workers.kv.pool import FREE
+
+_ids = itertools.count()
+
+
+def request(prompt: Iterable[int], max_tokens: int = 8, salt: bytes = b"", **sampling: float) -> Request:
+    """Greedy and without a stop token unless `sampling` says otherwise."""
+    params = SamplingParams(max_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+    return Request(f"r{next(_ids)}", pack_tokens(prompt), params, gateway="", timeout_s=60.0, salt=salt)
+
+
+def engine(model: Path | Model, **config: object) -> Engine:
+    """A float32 engine with 8 MiB of KV whose memory is poisoned, so that reading what nobody wrote shows."""
+    settings = WorkerConfig(**{"dtype": "float32", "device": "cpu", "kv_memory": 8 << 20, **config})  # type: ignore[arg-type]
+    made = Engine(model if isinstance(model, Model) else Model(model, "float32", "cpu"), settings)
+    made.memory.flat.fill_(0xFF)
+    return made
+
+
+def poison(one: Engine) -> None:
+    """Overwrite every free block with NaN."""
+    free = torch.from_numpy(np.flatnonzero(one.cache.pool.owners() == FREE))
+    for part in (*one.memory.keys, *one.memory.values):
+        part.view(one.cache.pool.total, one.cache.block_size, *part.shape[1:])[free] = torch.nan
+
+
+def step(one: Engine) -> StepResult:
+    """One step, after which free blocks hold nothing."""
+    result = one.step()
+    poison(one)
+    return result
+
+
+def finish(one: Engine, wanted: Iterable[str], deltas: list[Delta]) -> None:
+    """Step until all `wanted` requests have their last token."""
+    open_ids = set(wanted) - {delta.request_id for delta in deltas if delta.finish_reason}
+    for _ in range(10_000):
+        if not open_ids:
+            return
+        result = step(one)
+        deltas.extend(result.deltas)
+        open_ids -= {delta.request_id for delta in result.deltas if delta.finish_reason}
+    raise AssertionError(f"{open_ids} did not finish")
+
+
+def output(deltas: Iterable[Delta], request_id: str) -> list[int]:
+    """The tokens of a request, whose deltas must continue each other."""
+    tokens: list[int] = []
+    for delta in deltas:
+        if delta.request_id == request_id:
+            assert delta.start == len(tokens)
+            tokens.extend(delta.tokens)
+    return tokens
+
+
+def answers(one: Engine, requests: list[Request]) -> list[list[int]]:
+    """All at once; the tokens of each."""
+    for each in requests:
+        one.add(each)
+    deltas: list[Delta] = []
+    finish(one, [each.request_id for each in requests], deltas)
+    return [output(deltas, each.request_id) for each in requests]
+
+
+def copy_blocks(source: Engine, target: Engine, pairs: Iterable[tuple[int, int]]) -> None:
+    """Copy the KV of blocks from one engine's memory into another's, as (from, to)."""
+    for mine, theirs in pairs:
+        size = source.cache.block_size
+        for a, b in zip(
+            (*source.memory.keys, *source.memory.values), (*target.memory.keys, *target.memory.values), strict=True
+        ):
+            b[theirs * size : (theirs + 1) * size] = a[mine * size : (mine + 1) * size]
+
+
+class HandOff:
+    """A prompt computed on `prefill` and decoded on `decode`, without channel and threads."""
+
+    def __init__(self, prefill: Engine, decode: Engine, one: Request) -> None:
+        self.prefill, self.decode, self.request = prefill, decode, one
+        self.reserved: Reserved | None = None
+        self.chunks: list[Chunk] = []
+        self.deltas: list[Delta] = []
+        prefill.add(one, hand_off=True)
+        decode.reserve(one)
+
+    def run(self) -> list[int]:
+        """All of it; the tokens of the answer."""
+        ending = self.compute()
+        assert self.accept(ending)
+        finish(self.decode, [self.request.request_id], self.deltas)
+        return output(self.deltas, self.request.request_id)
+
+    def compute(self) -> Ending:
+        """Step both until the prompt is done and D has its blocks, which are copied as they become final."""
+        for _ in range(10_000):
+            made, kept = step(self.prefill), step(self.decode)
+            self.deltas.extend(made.deltas)
+            self.reserved = self.reserved or next(iter(kept.reserved), None)
+            self.chunks.extend(one.chunk for one in made.produced)
+            if self.reserved is not None:
+                for chunk in self.chunks:
+                    part = chunk.after(self.reserved.first_block)
+                    copy_blocks(self.prefill, self.decode, self._pairs(part, self.reserved))
+                self.chunks = []
+            for one in made.produced:
+                if one.ending is not None:
+                    assert self.reserved is not None
+                    return one.ending
+        raise AssertionError("the prompt was never finished")
+
+    def accept(self, ending: Ending) -> bool:
+        """The manifest has arrived: P lets go, D decodes."""
+        self.prefill.sent(self.request.request_id)
+        poison(self.prefill)
+        return self.decode.accept(self.request.request_id, ending.first_token, ending.cached_tokens)
+
+    @staticmethod
+    def _pairs(chunk: Chunk, reserved: Reserved) -> list[tuple[int, int]]:
+        start = chunk.first - reserved.first_block
+        return list(zip(chunk.blocks, reserved.blocks[start : start + len(chunk.blocks)], strict=True))
+
+
+def assert_idle(one: Engine) -> None:
+    """Nothing runs, nothing is pinned or private, and every block is free or cached."""
+    counts = one.cache.counts()
+    assert (one.running, one.waiting, one.has_work) == (0, 0, False)
+    assert (counts["private"], counts["pinned"], counts["quarantined"]) == (0, 0, 0)
+    assert counts["free"] + counts["cached"] == counts["total"]
+    cached = [block for node in one.cache.radix.nodes() for block in node.blocks]
+    assert len(cached) == len(set(cached)) == counts["cached"]
