@@ -12,11 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cluster.bench.cli import app as bench_app
 from cluster.config import ClusterConfig, ConfigError, load
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Disaggregated LLM serving on Ray.")
 model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
 app.add_typer(model_app, name="model")
+app.add_typer(bench_app, name="bench")
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 READY = """\
@@ -83,8 +85,7 @@ def serve(
 
 def _serve(settings: ClusterConfig, address: str | None) -> None:
     stop = threading.Event()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, lambda *_: stop.set())
+    _on_signals(lambda *_: stop.set())
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
@@ -94,6 +95,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     try:
         with status:
             connect(address)
+            _on_signals(lambda *_: stop.set())  # Ray has installed its own
             cluster = Cluster(settings, path)
             cluster.start(progress=lambda text: _progress(status, text, stop))
     except (LaunchError, KeyboardInterrupt) as error:
@@ -105,11 +107,15 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     try:
         code = _wait(cluster, stop)
     finally:
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_IGN)
+        _on_signals(signal.SIG_IGN)
         cluster.stop()
         disconnect()
     raise typer.Exit(code)
+
+
+def _on_signals(handler: Any) -> None:
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, handler)
 
 
 def _progress(status: Any, text: str, stop: threading.Event) -> None:
@@ -180,7 +186,8 @@ def status(
     if as_json:
         typer.echo(json.dumps(workers.as_json(statuses), indent=2))
     else:
-        Console().print(workers.as_table(statuses))
+        console = Console()
+        console.print(workers.as_table(statuses), width=max(console.width, 110))
 
 
 @model_app.command()

@@ -18,6 +18,7 @@ from router.gateway.actor import Gateway
 from transfer.directory import RayDirectory
 from transfer.messages import WorkerStatus
 from workers.actor import Worker
+from workers.config import WorkerConfig
 
 DEFAULT_NAME = "headwater"
 GATEWAY = "gateway-0"
@@ -114,7 +115,7 @@ class Cluster:
             ray.kill(actor)
 
     def _start_workers(self, progress: Callable[[str], None]) -> None:
-        config = self._worker_config()
+        config = self.worker_config()
         workers = self.config.workers
         for name, role in workers:
             gpus = 1 if config.device == "cuda" else 0
@@ -134,9 +135,9 @@ class Cluster:
             for one in done:
                 _result(one)
 
-    def _worker_config(self) -> Any:
-        """Workers of one machine share its cores: two that run at once would otherwise wait for each other's threads
-        at every operator."""
+    def worker_config(self) -> WorkerConfig:
+        """What each worker is told. Workers of one machine share its cores: two that run at once would otherwise wait
+        for each other's threads at every operator."""
         if self.config.worker.threads is not None:
             return self.config.worker
         threads = max(1, len(os.sched_getaffinity(0)) // len(self.config.workers))

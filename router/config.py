@@ -26,4 +26,4 @@ class GatewayConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
-    drain_s: float = Field(5.0, ge=0, description="how long running requests may still finish when stopping")
+    drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")

@@ -105,6 +105,7 @@ class Gateway:
         while self._dispatcher.in_flight and time.monotonic() < until:
             await asyncio.sleep(0.02)
         cut = self._dispatcher.in_flight
+        self._dispatcher.shut_down()
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=2.0)

@@ -92,6 +92,11 @@ class Dispatcher:
             if name in attempt.workers:
                 attempt.queue.put_nowait(AttemptFailed(f"{name} died", frozenset([name])))
 
+    def shut_down(self) -> None:
+        """End every request that is under way with an error."""
+        for attempt in self._attempts.values():
+            attempt.queue.put_nowait(unavailable("the gateway is shutting down"))
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
         """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, or 500 when it cannot be
         completed."""

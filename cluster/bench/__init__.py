@@ -1,0 +1,1 @@
+"""`headwater bench`: measurements of the running code, both sides of a comparison in one call."""
