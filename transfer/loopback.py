@@ -1,6 +1,7 @@
 """An in-memory transport between named agents, for tests of the channel: writes take effect when told to.
 
-Faults are injected by the test: `hold` delays data, `fail_writes` and `fail_notify` raise, `lose` drops notifications.
+Faults are injected by the test: `hold` delays data, `fail_writes` and `fail_notify` raise, `lose` drops notifications,
+`fail` lets one write end in an error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class _Write:
     remote: tuple[int, ...]
     notify: bytes
     done: bool = False
+    failed: bool = False
 
 
 @dataclass(slots=True)
@@ -41,6 +43,11 @@ class Network:
         self.in_flight.remove(write)
         if write.notify:
             self.send(write.source, write.target, write.notify)
+
+    def fail(self, write: _Write) -> None:
+        """Let one write fail: it has no effect, and whoever polls it is told."""
+        write.failed = True
+        self.in_flight.remove(write)
 
     def send(self, source: str, target: str, message: bytes) -> None:
         """Deliver a notification, unless notifications are being lost."""
@@ -67,7 +74,9 @@ class LoopbackTransport:
         return write
 
     def done(self, handle: _Write) -> bool:
-        """Whether a write has taken effect."""
+        """Whether a write has taken effect; see `Transport`."""
+        if handle.failed:
+            raise TransportError("injected failure of a posted write")
         return handle.done
 
     def release(self, handle: _Write) -> None:

@@ -1,0 +1,448 @@
+"""Sender and receiver over the in-memory transport: one transfer at a time, every fault by itself."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import xxhash
+
+from transfer.channel import Accepted, Chunk, Ending, Lease, Receiver, Refused, Sender, SendFailed, Sent
+from transfer.loopback import LoopbackTransport, Network
+from transfer.messages import Manifest, Reservation, decode, encode
+
+ENDING = Ending(first_token=5, cached_tokens=16)
+DEADLINE = 10.0
+
+
+class Pair:
+    """P's block i holds b"P<i>". The request's prompt has the blocks 10, 11, … on P."""
+
+    def __init__(self, blocks: tuple[int, ...] = (4, 2, 9), first_block: int = 0) -> None:
+        self.network = Network(pools={"P": {i: b"P%d" % i for i in range(20)}, "D": {i: b"D%d" % i for i in range(20)}})
+        self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
+        self.sender = Sender(self.p, 7, self.checksum("P"))
+        self.receiver = Receiver(8, self.checksum("D"))
+        self.lease = Lease("r", "p", "P", 7, first_block, blocks, DEADLINE)
+        self.reservation = Reservation(8, first_block, blocks)
+        self.sender.start("r", DEADLINE)
+
+    def checksum(self, agent: str):
+        def digest(blocks: Sequence[int]) -> int:
+            return xxhash.xxh3_64_intdigest(b"|".join(self.network.pools[agent][block] for block in blocks))
+
+        return digest
+
+    def reserve(self) -> None:
+        self.receiver.open(self.lease)
+        self.sender.open("r", self.reservation, "D")
+
+    def offer_all(self) -> None:
+        """Three blocks in two chunks."""
+        self.sender.offer("r", Chunk(0, (10, 11)))
+        self.sender.offer("r", Chunk(2, (12,)), ENDING)
+
+    def step(self, now: float = 0.0) -> list[Sent | SendFailed]:
+        return self.sender.step(now)
+
+    def settle(self, now: float = 0.0) -> list[Sent | SendFailed]:
+        return [event for _ in range(5) for event in self.step(now)]
+
+    def judge(self) -> list[Accepted | Refused]:
+        judged = [self.receiver.on_notification(*message) for message in self.d.receive()]
+        return [one for one in judged if one is not None]
+
+    def on_d(self, *blocks: int) -> list[bytes]:
+        return [self.network.pools["D"][block] for block in blocks]
+
+
+def pair_with_manifest(**changes: int) -> tuple[Pair, bytes]:
+    """A transfer whose manifest has been taken off the network before D saw it, and perhaps changed."""
+    pair = Pair()
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    ((agent, message),) = pair.d.receive()
+    assert agent == "P"
+    return pair, encode(dataclasses.replace(decode(Manifest, message), **changes))
+
+
+def test_a_prompt_arrives() -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    (accepted,) = pair.judge()
+    assert isinstance(accepted, Accepted)
+    assert (accepted.lease, accepted.manifest.first_token, accepted.manifest.cached_tokens) == (pair.lease, 5, 16)
+    assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"]
+    assert not pair.sender.busy
+    assert not pair.receiver.waiting
+    assert pair.receiver.close("r") is None
+
+
+def test_writes_do_not_wait_for_the_end_of_the_prompt() -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10, 11)))
+    assert pair.step() == []
+    assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"D9"]
+    assert pair.judge() == []
+
+
+def test_chunks_may_come_before_the_reservation() -> None:
+    pair = Pair()
+    pair.offer_all()
+    assert pair.settle() == []
+    assert not pair.network.in_flight
+    pair.reserve()
+    assert pair.settle() == [Sent("r")]
+    assert isinstance(pair.judge()[0], Accepted)
+
+
+def test_only_what_is_missing_travels() -> None:
+    pair = Pair(blocks=(3,), first_block=2)
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    (accepted,) = pair.judge()
+    assert [entry[:2] for entry in accepted.manifest.checksums] == [(2, 1)]
+    assert pair.network.pools["D"] == {i: b"D%d" % i for i in range(20)} | {3: b"P12"}
+
+
+def test_a_chunk_that_is_missing_in_part_is_cut() -> None:
+    pair = Pair(blocks=(3, 6), first_block=1)
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    assert isinstance(pair.judge()[0], Accepted)
+    assert pair.on_d(3, 6) == [b"P11", b"P12"]
+
+
+def test_nothing_is_missing() -> None:
+    pair = Pair(blocks=(), first_block=3)
+    pair.network.hold = True
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    (accepted,) = pair.judge()
+    assert accepted.manifest.checksums == ()
+    assert pair.network.pools["D"] == {i: b"D%d" % i for i in range(20)}
+
+
+def test_the_manifest_waits_for_every_earlier_write() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.sender.offer("r", Chunk(2, (12,)), ENDING)
+    pair.step()
+    first, second = pair.network.in_flight
+    pair.network.deliver(second)
+    pair.step()
+    assert pair.network.in_flight == [first]
+    pair.network.deliver(first)
+    pair.step()
+    (last,) = pair.network.in_flight
+    assert last.notify
+    assert pair.step() == []
+    pair.network.deliver(last)
+    assert pair.step() == [Sent("r")]
+    assert isinstance(pair.judge()[0], Accepted)
+
+
+def test_a_cancelled_transfer_posts_nothing_more_and_ends_when_drained() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.step()
+    (write,) = pair.network.in_flight
+    pair.sender.cancel("r", "client left")
+    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
+    assert pair.settle() == []
+    assert pair.sender.active("r")
+    assert pair.network.in_flight == [write]
+    pair.network.deliver(write)
+    assert pair.step() == [SendFailed("r", "client left", drained=True)]
+    assert not pair.sender.active("r")
+    assert pair.judge() == []
+
+
+def test_cancelled_before_anything_was_posted() -> None:
+    pair = Pair()
+    pair.sender.cancel("r", "client left")
+    pair.reserve()
+    pair.offer_all()
+    assert pair.step() == [SendFailed("r", "client left", drained=True)]
+    assert not pair.sender.busy
+
+
+def test_a_reservation_that_comes_after_the_end_is_ignored() -> None:
+    pair = Pair()
+    pair.sender.cancel("r", "client left")
+    pair.step()
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == []
+    assert not pair.sender.busy
+    assert pair.on_d(4) == [b"D4"]
+
+
+def test_the_first_reason_stays() -> None:
+    pair = Pair()
+    pair.sender.cancel("r", "first")
+    pair.sender.cancel("r", "second")
+    assert pair.step(now=100.0) == [SendFailed("r", "first", drained=True)]
+
+
+def test_the_deadline_without_a_reservation() -> None:
+    pair = Pair()
+    pair.offer_all()
+    assert pair.step(DEADLINE) == []
+    (failed,) = pair.step(DEADLINE + 1)
+    assert failed == SendFailed("r", "transfer deadline exceeded", drained=True)
+
+
+def test_the_deadline_with_a_write_in_flight_is_no_promise() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    assert pair.settle() == []
+    assert pair.step(DEADLINE + 1) == [SendFailed("r", "transfer deadline exceeded", drained=False)]
+    assert not pair.sender.busy
+
+
+def test_a_cancelled_transfer_whose_write_never_ends() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.step()
+    pair.sender.cancel("r", "client left")
+    assert pair.step(DEADLINE + 1) == [SendFailed("r", "client left", drained=False)]
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_write_that_cannot_be_posted(failing: int) -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    if failing == 2:
+        pair.step()
+    pair.network.fail_writes = 1
+    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
+    assert pair.settle() == [SendFailed("r", "injected write failure", drained=True)]
+    assert pair.judge() == []
+
+
+def test_a_failed_post_waits_for_the_writes_before_it() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.step()
+    pair.network.fail_writes = 1
+    pair.sender.offer("r", Chunk(1, (11,)))
+    assert pair.settle() == []
+    pair.network.deliver(pair.network.in_flight[0])
+    assert pair.step() == [SendFailed("r", "injected write failure", drained=True)]
+
+
+def test_a_posted_write_that_fails() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.step()
+    pair.network.fail(pair.network.in_flight[0])
+    assert pair.step() == []
+    assert pair.sender.active("r")
+    pair.network.deliver(pair.network.in_flight[0])
+    assert pair.step() == [SendFailed("r", "injected failure of a posted write", drained=True)]
+    assert pair.judge() == []
+
+
+def test_the_last_write_fails_with_its_manifest() -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10, 11)))
+    pair.step()
+    pair.network.hold = True
+    pair.sender.offer("r", Chunk(2, (12,)), ENDING)
+    pair.step()
+    pair.network.fail(pair.network.in_flight[0])
+    assert pair.step() == [SendFailed("r", "injected failure of a posted write", drained=True)]
+    assert pair.judge() == []
+    assert pair.receiver.waiting
+
+
+def test_a_manifest_alone_that_cannot_be_sent() -> None:
+    pair = Pair(blocks=(), first_block=3)
+    pair.network.fail_notify = 1
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [SendFailed("r", "injected notification failure", drained=True)]
+
+
+def test_a_lost_manifest_shows_as_an_overdue_lease() -> None:
+    pair = Pair()
+    pair.network.lose = True
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    assert pair.judge() == []
+    assert pair.receiver.overdue(DEADLINE) == []
+    assert pair.receiver.overdue(DEADLINE + 1) == [pair.lease]
+    pair.receiver.extend("r", DEADLINE + 5)
+    assert pair.receiver.overdue(DEADLINE + 1) == []
+    assert not pair.sender.active("r")
+    assert pair.receiver.quarantine("r") is pair.lease
+    assert pair.receiver.overdue(DEADLINE + 100) == []
+
+
+def test_a_doubled_manifest_counts_once() -> None:
+    pair, message = pair_with_manifest()
+    assert isinstance(pair.receiver.on_notification("P", message), Accepted)
+    assert pair.receiver.on_notification("P", message) is None
+
+
+def test_a_manifest_after_the_request_is_over_is_ignored() -> None:
+    pair, message = pair_with_manifest()
+    pair.receiver.quarantine("r")
+    assert pair.receiver.on_notification("P", message) is None
+    assert pair.receiver.waiting
+    assert pair.receiver.close("r") is pair.lease
+    assert pair.receiver.on_notification("P", message) is None
+
+
+def test_a_manifest_from_somebody_else_is_ignored() -> None:
+    pair, message = pair_with_manifest()
+    assert pair.receiver.on_notification("Q", message) is None
+    assert isinstance(pair.receiver.on_notification("P", message), Accepted)
+
+
+@pytest.mark.parametrize("message", [b"", b"\xc1", b"genNotif", encode(Reservation(8, 0, ()))])
+def test_what_is_no_manifest_is_ignored(message: bytes) -> None:
+    pair, manifest = pair_with_manifest()
+    assert pair.receiver.on_notification("P", message) is None
+    assert isinstance(pair.receiver.on_notification("P", manifest), Accepted)
+
+
+def test_a_manifest_for_an_unknown_lease_is_ignored() -> None:
+    pair, message = pair_with_manifest(lease_id="other")  # type: ignore[arg-type]
+    assert pair.receiver.on_notification("P", message) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"incarnation": 9}, "earlier life"),
+        ({"sender_incarnation": 9}, "another life of the sender"),
+        ({"checksums": ()}, "do not cover"),
+        ({"checksums": ((0, 2, 1), (2, 1, 1))}, "checksum of blocks 0 to 1 differs"),
+        ({"checksums": ((2, 1, 1), (0, 2, 1))}, "in order"),
+        ({"checksums": ((0, 0, 1),)}, "in order"),
+        ({"checksums": ((0, -1, 1),)}, "in order"),
+        ({"checksums": ((-1, 2, 1),)}, "in order"),
+        ({"checksums": ((0, 4, 1),)}, "in order"),
+        ({"checksums": ((0, 2**40, 1),)}, "in order"),
+        ({"checksums": ((0, 2),)}, "malformed"),
+        ({"checksums": (5,)}, "malformed"),
+        ({"checksums": ((0, 2, "x"),)}, "malformed"),
+        ({"checksums": ((0, 2, True),)}, "malformed"),
+    ],
+)
+def test_a_manifest_that_proves_nothing_is_refused(changes: dict[str, object], reason: str) -> None:
+    pair, message = pair_with_manifest(**changes)  # type: ignore[arg-type]
+    refused = pair.receiver.on_notification("P", message)
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+    assert refused.lease.quarantine
+    assert pair.receiver.waiting
+    assert pair.receiver.on_notification("P", message) is None
+
+
+def test_one_checksum_of_several_is_missing() -> None:
+    pair, message = pair_with_manifest()
+    checksums = decode(Manifest, message).checksums
+    short = encode(dataclasses.replace(decode(Manifest, message), checksums=checksums[:1]))
+    assert isinstance(pair.receiver.on_notification("P", short), Refused)
+
+
+@pytest.mark.parametrize("block", [4, 2, 9])
+def test_a_flipped_byte_is_refused(block: int) -> None:
+    pair, message = pair_with_manifest()
+    content = bytearray(pair.network.pools["D"][block])
+    content[0] ^= 1
+    pair.network.pools["D"][block] = bytes(content)
+    refused = pair.receiver.on_notification("P", message)
+    assert isinstance(refused, Refused)
+    assert "differs" in refused.reason
+
+
+def test_blocks_that_changed_on_the_way_out_are_refused() -> None:
+    """P's block is overwritten between its checksum and the write that takes effect late."""
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10, 11, 12)), ENDING)
+    pair.step()
+    pair.network.pools["P"][11] = b"another prompt"
+    pair.network.deliver(pair.network.in_flight[0])
+    assert isinstance(pair.judge()[0], Refused)
+
+
+def test_an_aborted_request_keeps_its_blocks_until_the_write_in_flight_is_done() -> None:
+    """The client leaves while a write is held back. Only after the sender has confirmed are the blocks given to
+    another request, whose content then stays."""
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10, 11)))
+    pair.step()
+    (write,) = pair.network.in_flight
+
+    assert pair.receiver.quarantine("r") is pair.lease
+    pair.sender.cancel("r", "aborted")
+    assert pair.settle() == []
+    assert pair.sender.active("r"), "the receiver must go on waiting"
+
+    pair.network.deliver(write)
+    assert pair.step() == [SendFailed("r", "aborted", drained=True)]
+    assert not pair.sender.active("r")
+    assert pair.receiver.close("r") is pair.lease
+    for block in pair.lease.blocks:
+        pair.network.pools["D"][block] = b"next"
+    pair.network.hold = False
+    pair.offer_all()
+    assert pair.settle() == []
+    assert pair.on_d(*pair.lease.blocks) == [b"next"] * 3
+
+
+def test_transfers_do_not_disturb_each_other() -> None:
+    pair = Pair()
+    pair.reserve()
+    other = dataclasses.replace(pair.lease, lease_id="s", blocks=(1,))
+    pair.sender.start("s", DEADLINE)
+    pair.receiver.open(other)
+    pair.sender.open("s", Reservation(8, 0, (1,)), "D")
+    pair.sender.offer("s", Chunk(0, (15,)), ENDING)
+    pair.sender.cancel("r", "client left")
+    pair.offer_all()
+    assert sorted(pair.settle(), key=str) == [SendFailed("r", "client left", drained=True), Sent("s")]
+    (accepted,) = pair.judge()
+    assert accepted.lease is other
+    assert pair.on_d(4, 2, 9, 1) == [b"D4", b"D2", b"D9", b"P15"]
+
+
+def test_unknown_leases_are_nobodys_business() -> None:
+    pair = Pair()
+    pair.sender.cancel("x", "reason")
+    pair.sender.offer("x", Chunk(0, (1,)), ENDING)
+    pair.receiver.extend("x", 5.0)
+    assert pair.receiver.quarantine("x") is None
+    assert pair.receiver.close("x") is None
+    assert not pair.sender.active("x")

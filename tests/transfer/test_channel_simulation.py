@@ -1,0 +1,283 @@
+"""Random schedules of many transfers at once, with every fault there is.
+
+Held, reordered, failing and never-ending writes; lost, doubled and foreign notifications; cancels from either side,
+deadlines, and sender's blocks that are reused as soon as the sender may. A receiver's block is handed to the next
+request as soon as the channel allows it, so one that is given back too early shows.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from transfer.channel import Accepted, Chunk, Ending, Lease, Receiver, Refused, Sender, SendFailed, Sent
+from transfer.loopback import LoopbackTransport, Network
+from transfer.messages import Reservation
+
+BLOCKS = 24
+TRANSFERS = 12
+
+
+@dataclass
+class Transfer:
+    """One request: its prompt on P, its lease on D, and what became of both."""
+
+    lease_id: str
+    blocks: list[int]
+    content: list[bytes]
+    chunks: list[tuple[Chunk, Ending | None]]
+    lease: Lease | None = None
+    reservation: Reservation | None = None
+    sent: Sent | SendFailed | None = None
+    outcome: str | None = None
+    settling: bool = False
+    over: bool = field(default=False)
+
+
+class World:
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        empty = dict.fromkeys(range(BLOCKS), b"")
+        self.network = Network(pools={"P": dict(empty), "D": dict(empty), "Q": dict(empty)}, hold=True)
+        self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
+        self.sender = Sender(self.p, 1, self.checksum("P"))
+        self.receiver = Receiver(2, self.checksum("D"))
+        self.free = {"P": set(range(BLOCKS)), "D": set(range(BLOCKS))}
+        self.transfers: dict[str, Transfer] = {}
+        self.old_messages: list[tuple[str, bytes]] = []
+        self.stuck: set[int] = set()
+        self.now = 0.0
+        self.faults = self.draw.random() < 0.8
+        self.counts = dict.fromkeys(("accepted", "refused", "undrained", "failed"), 0)
+
+    def checksum(self, agent: str):
+        def digest(blocks: Sequence[int]) -> int:
+            return xxhash.xxh3_64_intdigest(b"|".join(self.network.pools[agent][block] for block in blocks))
+
+        return digest
+
+    def take(self, agent: str, count: int) -> list[int]:
+        blocks = self.draw.sample(sorted(self.free[agent]), count)
+        self.free[agent] -= set(blocks)
+        return blocks
+
+    def give_back(self, agent: str, blocks: Sequence[int]) -> None:
+        """The next owner overwrites at once."""
+        assert not self.free[agent] & set(blocks)
+        self.free[agent] |= set(blocks)
+        for block in blocks:
+            self.network.pools[agent][block] = b"reused %d" % self.draw.getrandbits(32)
+
+    def check_no_write_in_flight_to(self, blocks: Sequence[int]) -> None:
+        assert not {block for write in self.network.in_flight for block in write.remote} & set(blocks)
+
+    # --- what can happen ----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        count = self.draw.randint(1, 6)
+        if len(self.transfers) >= TRANSFERS or len(self.free["P"]) < count:
+            return
+        lease_id = f"t{len(self.transfers)}"
+        blocks = self.take("P", count)
+        content = [f"{lease_id} {i}".encode() for i in range(count)]
+        self.network.pools["P"].update(zip(blocks, content, strict=True))
+        cuts = sorted({0, count, *(self.draw.randint(0, count) for _ in range(2))})
+        chunks: list[tuple[Chunk, Ending | None]] = [
+            (Chunk(a, tuple(blocks[a:b])), None) for a, b in itertools.pairwise(cuts)
+        ]
+        chunks[-1] = (chunks[-1][0], Ending(len(self.transfers), 0))
+        self.transfers[lease_id] = Transfer(lease_id, blocks, content, chunks)
+        self.sender.start(lease_id, self.now + (self.draw.uniform(50, 500) if self.faults else 1e9))
+
+    def offer(self) -> None:
+        if waiting := [one for one in self.transfers.values() if one.chunks]:
+            one = self.draw.choice(waiting)
+            self.sender.offer(one.lease_id, *one.chunks.pop(0))
+
+    def reserve(self) -> None:
+        """D may have a beginning of the prompt already."""
+        waiting = [one for one in self.transfers.values() if one.lease is None and not one.over]
+        if not waiting:
+            return
+        one = self.draw.choice(waiting)
+        first = self.draw.choice([0, 0, self.draw.randint(0, len(one.blocks))])
+        if len(self.free["D"]) < len(one.blocks) - first:
+            return
+        blocks = tuple(self.take("D", len(one.blocks) - first))
+        one.lease = Lease(
+            one.lease_id, "p", "P", 1, first, blocks, self.now + (self.draw.uniform(20, 100) if self.faults else 1e9)
+        )
+        one.reservation = Reservation(2, first, blocks)
+        self.receiver.open(one.lease)
+
+    def answer(self) -> None:
+        """The reservation reaches P, perhaps long after."""
+        if waiting := [one for one in self.transfers.values() if one.reservation is not None]:
+            one = self.draw.choice(waiting)
+            assert one.reservation is not None
+            self.sender.open(one.lease_id, one.reservation, "D")
+            one.reservation = None
+
+    def deliver(self) -> None:
+        if moving := [write for write in self.network.in_flight if id(write) not in self.stuck]:
+            self.network.deliver(self.draw.choice(moving))
+
+    def stall(self) -> None:
+        """A write gets stuck, or all that are stuck move again."""
+        if self.network.in_flight and self.draw.random() < 0.7:
+            self.stuck.add(id(self.draw.choice(self.network.in_flight)))
+        else:
+            self.stuck.clear()
+
+    def fail(self) -> None:
+        if self.network.in_flight:
+            self.network.fail(self.draw.choice(self.network.in_flight))
+
+    def refuse_next(self) -> None:
+        self.network.fail_writes = self.draw.randint(0, 1)
+        self.network.fail_notify = self.draw.randint(0, 1)
+
+    def toggle_loss(self) -> None:
+        self.network.lose = not self.network.lose
+
+    def corrupt(self) -> None:
+        """A bit flips in a block of D that is waited for."""
+        if waiting := [one.lease for one in self.transfers.values() if one.lease and one.outcome is None]:
+            blocks = self.draw.choice(waiting).blocks
+            if blocks:
+                self.network.pools["D"][self.draw.choice(blocks)] += b"!"
+
+    def repeat(self) -> None:
+        if self.old_messages:
+            agent, message = self.draw.choice(self.old_messages)
+            self.judge(self.draw.choice([agent, "Q"]), message)
+
+    def cancel(self) -> None:
+        if self.transfers:
+            self.sender.cancel(self.draw.choice(list(self.transfers)), "cancelled")
+
+    def leave(self) -> None:
+        """The client leaves while D waits."""
+        if waiting := [one for one in self.transfers.values() if one.lease and one.outcome is None]:
+            self.quarantine(self.draw.choice(waiting), "left")
+
+    def tick(self) -> None:
+        self.now += self.draw.uniform(0, 10)
+        for lease in self.receiver.overdue(self.now):
+            if self.sender.active(lease.lease_id):
+                self.receiver.extend(lease.lease_id, self.now + 10)
+            else:
+                self.quarantine(self.transfers[lease.lease_id], "manifest lost")
+
+    def step_sender(self) -> None:
+        for event in self.sender.step(self.now):
+            one = self.transfers[event.lease_id]
+            assert one.sent is None
+            one.sent, one.over = event, True
+            if isinstance(event, SendFailed):
+                self.counts["failed"] += 1
+                self.counts["undrained"] += not event.drained
+            drained = isinstance(event, Sent) or event.drained
+            if drained:
+                assert not {b for write in self.network.in_flight for b in write.local} & set(one.blocks)
+            self.give_back("P", one.blocks)
+
+    def step_receiver(self) -> None:
+        for agent, message in self.d.receive():
+            self.old_messages.append((agent, message))
+            self.judge(agent, message)
+
+    # --- what the receiver does ---------------------------------------------------------------------------------
+
+    def judge(self, agent: str, message: bytes) -> None:
+        judged = self.receiver.on_notification(agent, message)
+        if judged is None:
+            return
+        assert agent == "P"
+        one = self.transfers[judged.lease.lease_id]
+        assert one.outcome is None
+        assert judged.lease is one.lease
+        if isinstance(judged, Refused):
+            self.counts["refused"] += 1
+            self.quarantine(one, "refused")
+            return
+        assert isinstance(judged, Accepted)
+        self.counts["accepted"] += 1
+        lease = judged.lease
+        one.outcome = "accepted"
+        assert judged.manifest.first_token == int(one.lease_id[1:])
+        assert [self.network.pools["D"][block] for block in lease.blocks] == one.content[lease.first_block :]
+        self.check_no_write_in_flight_to(lease.blocks)
+        assert self.receiver.close(lease.lease_id) is None
+        self.give_back("D", lease.blocks)
+
+    def quarantine(self, one: Transfer, outcome: str) -> None:
+        assert self.receiver.quarantine(one.lease_id) is one.lease
+        one.outcome, one.settling = outcome, True
+
+    def settle(self) -> None:
+        """Ask the sender about one lease in quarantine, as the worker does until it gets a clear answer."""
+        waiting = [one for one in self.transfers.values() if one.settling]
+        if not waiting:
+            return
+        one = self.draw.choice(waiting)
+        self.sender.cancel(one.lease_id, "cancelled by the receiver")
+        undrained = isinstance(one.sent, SendFailed) and not one.sent.drained
+        if not self.sender.active(one.lease_id) and not undrained:
+            self.end(one)
+
+    def end(self, one: Transfer) -> None:
+        assert one.lease is not None
+        assert self.receiver.close(one.lease_id) is one.lease
+        self.check_no_write_in_flight_to(one.lease.blocks)
+        self.give_back("D", one.lease.blocks)
+        one.settling = False
+
+    # --- the whole ----------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        useful = [self.start, self.offer, self.offer, self.reserve, self.answer, self.deliver, self.deliver]
+        useful += [self.step_sender, self.step_sender, self.step_receiver, self.settle]
+        faults = [self.fail, self.refuse_next, self.toggle_loss, self.corrupt, self.repeat, self.cancel, self.leave]
+        faults += [self.stall, self.stall]
+        for _ in range(400):
+            happens = faults if self.faults and self.draw.random() < 0.08 else [*useful, self.tick]
+            self.draw.choice(happens)()
+        self.finish()
+
+    def finish(self) -> None:
+        """No more faults and no more requests: everything must come to its end, in bounded time."""
+        self.network.lose, self.network.fail_writes, self.network.fail_notify = False, 0, 0
+        useful = [self.offer, self.reserve, self.answer, self.deliver, self.step_sender, self.step_receiver]
+        for _ in range(400):
+            for act in (*useful, self.settle, self.tick):
+                act()
+        # Some writes never ended as far as P could tell; their blocks come free with the end of P's life.
+        self.network.in_flight.clear()
+        for one in self.transfers.values():
+            if one.settling:
+                assert isinstance(one.sent, SendFailed)
+                assert not one.sent.drained
+                self.end(one)
+        assert not self.sender.busy
+        assert not self.receiver.waiting
+        for one in self.transfers.values():
+            assert one.sent is not None
+            assert one.lease is None or one.outcome is not None
+        assert self.free == {"P": set(range(BLOCKS)), "D": set(range(BLOCKS))}
+
+
+def test_random_schedules() -> None:
+    totals = {"accepted": 0, "refused": 0, "undrained": 0, "failed": 0}
+    for seed in range(500):
+        world = World(seed)
+        world.run()
+        if not world.faults:
+            assert world.counts == {"accepted": len(world.transfers), "refused": 0, "undrained": 0, "failed": 0}
+        for name, count in world.counts.items():
+            totals[name] += count
+    # Without this the schedules could be too tame to prove anything.
+    assert totals["accepted"] > 2000, totals
+    assert min(totals.values()) > 20, totals
