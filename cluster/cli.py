@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,12 @@ import typer
 from rich.console import Console
 
 from cluster.bench.cli import app as bench_app
-from cluster.config import ClusterConfig, ConfigError, load
+from cluster.config import ClusterConfig, load
+from cluster.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Disaggregated LLM serving on Ray.")
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving on Ray."
+)
 model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
@@ -32,12 +36,6 @@ print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
 Press Ctrl-C to stop."""
-
-
-def _fail(message: object) -> typer.Exit:
-    """One clear line and exit code 1."""
-    _errors.print(f"[bold red]error:[/] {str(message).splitlines()[0] if str(message) else 'unknown'}", markup=True)
-    return typer.Exit(1)
 
 
 @app.command()
@@ -76,11 +74,7 @@ def serve(
         "worker.prefix_cache": prefix_cache,
         "worker.threads": threads,
     }
-    try:
-        settings = load(config, flags)
-    except ConfigError as error:
-        raise _fail(error) from None
-    _serve(settings, address)
+    _serve(load(config, flags), address)
 
 
 def _serve(settings: ClusterConfig, address: str | None) -> None:
@@ -89,7 +83,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
-    from cluster.launch import Cluster, LaunchError, connect, disconnect
+    from cluster.launch import Cluster, connect, disconnect
 
     status = _errors.status("starting Ray")
     try:
@@ -98,11 +92,11 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
             _on_signals(lambda *_: stop.set())  # Ray has installed its own
             cluster = Cluster(settings, path)
             cluster.start(progress=lambda text: _progress(status, text, stop))
-    except (LaunchError, KeyboardInterrupt) as error:
+    except (UserError, KeyboardInterrupt):
         disconnect()
         if stop.is_set():
             raise typer.Exit(0) from None
-        raise _fail(error) from None
+        raise
     typer.echo(READY.format(model=cluster.statuses()[0].model, url=cluster.url))
     try:
         code = _wait(cluster, stop)
@@ -149,19 +143,16 @@ def _check_port(settings: ClusterConfig) -> None:
     try:
         socket.create_server((settings.gateway.host, settings.gateway.port)).close()
     except OSError as error:
-        raise _fail(
+        raise UserError(
             f"gateway.port: cannot listen on {settings.gateway.host}:{settings.gateway.port}: {error.strerror}"
         ) from None
 
 
 def _resolve(name: str) -> Path:
-    from cluster.models import ModelError, check_architecture, resolve
+    from cluster.models import check_architecture, resolve
 
-    try:
-        path = resolve(name)
-        check_architecture(path)
-    except ModelError as error:
-        raise _fail(error) from None
+    path = resolve(name)
+    check_architecture(path)
     return path
 
 
@@ -174,13 +165,11 @@ def status(
     import ray
 
     from cluster import status as workers
-    from cluster.launch import DEFAULT_NAME, LaunchError, connect
+    from cluster.launch import DEFAULT_NAME, connect
 
     try:
         connect(address)
         statuses = workers.collect(DEFAULT_NAME)
-    except LaunchError as error:
-        raise _fail(error) from None
     finally:
         ray.shutdown()
     if as_json:
@@ -197,15 +186,16 @@ def pull(
     """Fetch a model into the cache; the last line of output is its directory."""
     from cluster import models
 
-    try:
-        typer.echo(models.pull(name))
-    except models.ModelError as error:
-        raise _fail(error) from None
+    typer.echo(models.pull(name))
 
 
 def main() -> None:
-    """Entry point."""
-    app()
+    """Entry point. What the user can put right is one line on standard error and exit code 1."""
+    try:
+        app()
+    except UserError as error:
+        _errors.print(f"error: {' '.join(str(error).split())}", markup=False)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
+from cluster.errors import UserError
 from cluster.models import DEFAULT_MODEL
 from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
@@ -23,7 +24,7 @@ from workers.config import WorkerConfig
 ENV_PREFIX = "HEADWATER__"
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A setting that is unknown or cannot be; one line that names it."""
 
 

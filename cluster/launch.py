@@ -14,6 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from cluster import telemetry
 from cluster.config import ClusterConfig
+from cluster.errors import UserError
 from router.gateway.actor import Gateway
 from transfer.directory import RayDirectory
 from transfer.messages import WorkerStatus
@@ -28,14 +29,14 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 2.0
 
 
-class LaunchError(Exception):
+class LaunchError(UserError):
     """The cluster could not start; one line that says why."""
 
 
-def connect(address: str | None, name: str = DEFAULT_NAME) -> None:
+def connect(address: str | None) -> None:
     """Join the Ray cluster at `address`, or start one here. Raises LaunchError when it cannot be reached."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, Any] = {"namespace": name, "logging_level": "error", "log_to_driver": True}
+    options: dict[str, Any] = {"namespace": DEFAULT_NAME, "logging_level": "error", "log_to_driver": True}
     options["runtime_env"] = {"worker_process_setup_hook": "cluster.logs.setup"}
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
@@ -122,7 +123,13 @@ class Cluster:
             environment = {"OMP_NUM_THREADS": str(config.threads), "TOKENIZERS_PARALLELISM": "false"}
             self._actors[name] = (
                 ray.remote(Worker)
-                .options(name=name, num_cpus=0, num_gpus=gpus, runtime_env={"env_vars": environment})
+                .options(
+                    name=name,
+                    namespace=self._name,
+                    num_cpus=0,
+                    num_gpus=gpus,
+                    runtime_env={"env_vars": environment},
+                )
                 .remote(name, role, self._model, config, self.config.transfer, RayDirectory(self._name))
             )
         pending = [self._actors[name].start.remote() for name, _ in workers]
@@ -146,7 +153,7 @@ class Cluster:
     def _start_gateway(self) -> None:
         gateway = (
             ray.remote(Gateway)
-            .options(name=GATEWAY, num_cpus=0, runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}})
+            .options(name=GATEWAY, namespace=self._name, num_cpus=0)
             .remote(
                 GATEWAY,
                 self.config.workers,

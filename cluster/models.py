@@ -28,6 +28,8 @@ import rich.progress
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cluster.errors import UserError
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DOWNLOAD_TIMEOUT = 1800.0  # seconds
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,7 +38,7 @@ Step = Callable[[str], None]  # told what begins now
 Build = Callable[[Path, Path, Step], None]  # (scratch directory, directory to fill, step)
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """The model cannot be had or served; the message is one line for people."""
 
 

@@ -34,7 +34,7 @@ class WorkerConfig(BaseModel):
     kv_memory: int = Field(2**30, ge=1, description="memory of the KV pool, per worker")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output, in tokens; default: model's")
-    step_tokens: int = Field(512, ge=1, description="token budget of a step; long prompts are computed in such chunks")
+    step_tokens: int = Field(256, ge=1, description="token budget of a step; long prompts are computed in such chunks")
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")

@@ -62,19 +62,26 @@ class Scheduler:
                 count = min(sequence.remaining, budget)
                 works.append(Work(sequence, count))
                 budget -= count
-        admitted = self._admit(budget)
+        prompts = any(work.count > 1 for work in works)
+        admitted = self._admit(budget, prompts)
         for sequence in admitted:
             count = min(sequence.remaining, budget)
             works.append(Work(sequence, count))
             budget -= count
         return works, admitted
 
-    def _admit(self, budget: int) -> list[Sequence]:
+    def _admit(self, budget: int, prompts: bool) -> list[Sequence]:
+        """Take sequences from the queue; `prompts` says whether the step computes others' prompts already."""
         admitted: list[Sequence] = []
         while budget > 0 and self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
+            sliver = budget < self._step_tokens // 2 and self._cache.missing(sequence) > budget
+            if sliver and prompts:
+                # It would not finish now in any case, and would only make the step's other prompts wait for it.
+                break
             if not self._cache.admit(sequence, sequence.length):
                 break
+            prompts = True
             self.waiting.popleft()
             self.join(sequence)
             admitted.append(sequence)

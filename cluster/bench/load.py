@@ -57,7 +57,8 @@ async def one(client: AsyncOpenAI, model: str, prompt: list[int], output: int) -
         if chunk.choices and not first:
             first = time.perf_counter() - start
         usage = chunk.usage or usage
-    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
     return Timing(
         first,
         time.perf_counter() - start,

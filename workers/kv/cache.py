@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from workers.kv.pool import CACHED, QUARANTINED, BlockPool
-from workers.kv.radix import RadixCache
+from workers.kv.radix import Match, RadixCache
 from workers.sequence import Sequence
 
 GROWTH_BLOCKS = 4
@@ -35,10 +35,8 @@ class KVCache:
         """Match, pin and allocate in one step, so that the table covers `tokens` tokens; False, and nothing changed,
         when the blocks cannot be found. `whole` allows the match to cover the whole prompt; otherwise at least its
         last token is left to compute."""
-        match = None
-        if self._reuse:
-            reusable = sequence.length if whole else sequence.length - 1
-            match = self.radix.match(sequence.salt, sequence.packed(reusable // self.block_size * self.block_size))
+        match = self._match(sequence, sequence.length if whole else sequence.length - 1)
+        if match:
             self.radix.pin(match.node)
         matched = match.blocks if match else []
         need = self._blocks_for(tokens) - len(matched)
@@ -51,6 +49,11 @@ class KVCache:
         sequence.blocks = matched + self._take(need, matched[-1] if matched else None)
         sequence.computed = len(matched) * self.block_size
         return True
+
+    def missing(self, sequence: Sequence) -> int:
+        """Tokens that would have to be computed if the sequence were admitted now."""
+        match = self._match(sequence, sequence.length - 1)
+        return sequence.length - (len(match.blocks) * self.block_size if match else 0)
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Extend the table to cover `tokens` tokens; False when there are no blocks to be had."""
@@ -101,6 +104,12 @@ class KVCache:
     def clear(self) -> None:
         """Forget everything that no pin holds."""
         self.pool.release(self.radix.evict(self.radix.evictable), CACHED)
+
+    def _match(self, sequence: Sequence, tokens: int) -> Match | None:
+        """The longest cached prefix within the first `tokens` tokens; None with reuse off."""
+        if not self._reuse:
+            return None
+        return self.radix.match(sequence.salt, sequence.packed(tokens // self.block_size * self.block_size))
 
     def _take(self, count: int, after: int | None) -> list[int]:
         short = count - self.pool.free
