@@ -65,7 +65,7 @@ class RadixCache:
     def match(self, salt: bytes, tokens: bytes) -> Match:
         """The longest cached prefix of packed `tokens` in whole blocks. Splits an edge that matches in part, so that
         the returned node ends exactly where the match does; what other matches return does not change."""
-        node, blocks = self._root(salt), []
+        node, blocks = self._roots.get(salt) or Node(None, salt, []), []
         position = 0
         while (child := node.children.get(tokens[position : position + self._step])) is not None:
             length = self._common(child.tokens, tokens, position)
@@ -86,6 +86,8 @@ class RadixCache:
         adopted = blocks[known:]
         node = match.node
         if adopted:
+            if node.parent is None:
+                self._roots[salt] = node
             node = Node(match.node, tokens[known * self._step :], list(adopted))
             node.last_use = next(self._clock)
             match.node.children[node.tokens[: self._step]] = node
@@ -142,15 +144,9 @@ class RadixCache:
             yield node
             stack.extend(node.children.values())
 
-    def _root(self, salt: bytes) -> Node:
-        root = self._roots.get(salt)
-        if root is None:
-            root = self._roots[salt] = Node(None, salt, [])
-        return root
-
     def _drop_empty_root(self, node: Node) -> None:
         """A salt nobody uses any more leaves nothing behind. A root keeps its salt where an edge has its tokens."""
-        if node.parent is None and not node.children and not node.pins:
+        if node.parent is None and not node.children and not node.pins and self._roots.get(node.tokens) is node:
             del self._roots[node.tokens]
 
     def _common(self, edge: bytes, tokens: bytes, position: int) -> int:
