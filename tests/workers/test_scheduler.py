@@ -129,7 +129,7 @@ def test_two_requests_of_sixty_percent_of_the_pool_both_finish() -> None:
 
 
 def test_the_youngest_goes_and_resumes_at_its_cached_prefix() -> None:
-    world = World(8)
+    world = World(8, step_tokens=32)
     first, second = world.add(12, 12), world.add(12, 12)
     while not world.preemptions:
         world.step()
