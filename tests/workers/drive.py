@@ -1,6 +1,7 @@
 """What the tests of this package share: requests, and an engine driven by hand."""
 
 import itertools
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from workers.engine.model import Model
 from workers.kv.pool import FREE
 
 _ids = itertools.count()
+_owners: weakref.WeakKeyDictionary[Engine, np.ndarray] = weakref.WeakKeyDictionary()
 
 
 def request(prompt: Iterable[int], max_tokens: int = 8, salt: bytes = b"", **sampling: float) -> Request:
@@ -32,10 +34,14 @@ def engine(model: Path | Model, **config: object) -> Engine:
 
 
 def poison(one: Engine) -> None:
-    """Overwrite every free block with NaN."""
-    free = torch.from_numpy(np.flatnonzero(one.cache.pool.owners() == FREE))
-    for part in (*one.memory.keys, *one.memory.values):
-        part.view(one.cache.pool.total, one.cache.block_size, *part.shape[1:])[free] = torch.nan
+    """Overwrite every block that has become free since the last time with NaN."""
+    owners = one.cache.pool.owners()
+    freed = np.flatnonzero((owners == FREE) & (_owners.get(one, owners) != FREE))
+    _owners[one] = owners
+    size = one.cache.block_size
+    for block in freed.tolist():
+        for part in (*one.memory.keys, *one.memory.values):
+            part[block * size : (block + 1) * size] = torch.nan
 
 
 def step(one: Engine) -> StepResult:
@@ -92,15 +98,20 @@ class HandOff:
     def __init__(self, prefill: Engine, decode: Engine, one: Request) -> None:
         self.prefill, self.decode, self.request = prefill, decode, one
         self.reserved: Reserved | None = None
-        self.chunks: list[Chunk] = []
+        self.ending: Ending | None = None
         self.deltas: list[Delta] = []
+        self._chunks: list[Chunk] = []
         prefill.add(one, hand_off=True)
         decode.reserve(one)
 
+    @property
+    def ready(self) -> bool:
+        """Whether every block of the prompt is on D."""
+        return self.ending is not None and self.reserved is not None
+
     def run(self) -> list[int]:
         """All of it; the tokens of the answer."""
-        ending = self.compute()
-        assert self.accept(ending)
+        assert self.accept(self.compute())
         finish(self.decode, [self.request.request_id], self.deltas)
         return output(self.deltas, self.request.request_id)
 
@@ -108,30 +119,34 @@ class HandOff:
         """Step both until the prompt is done and D has its blocks, which are copied as they become final."""
         for _ in range(10_000):
             made, kept = step(self.prefill), step(self.decode)
-            self.deltas.extend(made.deltas)
+            self.deltas.extend(made.deltas + kept.deltas)
             self.reserved = self.reserved or next(iter(kept.reserved), None)
-            self.chunks.extend(one.chunk for one in made.produced)
-            if self.reserved is not None:
-                for chunk in self.chunks:
-                    part = chunk.after(self.reserved.first_block)
-                    copy_blocks(self.prefill, self.decode, self._pairs(part, self.reserved))
-                self.chunks = []
-            for one in made.produced:
-                if one.ending is not None:
-                    assert self.reserved is not None
-                    return one.ending
+            self.take(made)
+            if self.ready:
+                assert self.ending is not None
+                return self.ending
         raise AssertionError("the prompt was never finished")
+
+    def take(self, made: StepResult) -> None:
+        """What P's step produced; it is copied once D has reserved."""
+        for one in made.produced:
+            if one.request_id == self.request.request_id:
+                self._chunks.append(one.chunk)
+                self.ending = one.ending
+        if self.reserved is not None:
+            first, blocks = self.reserved.first_block, self.reserved.blocks
+            for chunk in self._chunks:
+                part = chunk.after(first)
+                start = part.first - first
+                pairs = zip(part.blocks, blocks[start : start + len(part.blocks)], strict=True)
+                copy_blocks(self.prefill, self.decode, pairs)
+            self._chunks = []
 
     def accept(self, ending: Ending) -> bool:
         """The manifest has arrived: P lets go, D decodes."""
         self.prefill.sent(self.request.request_id)
         poison(self.prefill)
         return self.decode.accept(self.request.request_id, ending.first_token, ending.cached_tokens)
-
-    @staticmethod
-    def _pairs(chunk: Chunk, reserved: Reserved) -> list[tuple[int, int]]:
-        start = chunk.first - reserved.first_block
-        return list(zip(chunk.blocks, reserved.blocks[start : start + len(chunk.blocks)], strict=True))
 
 
 def assert_idle(one: Engine) -> None:

@@ -186,8 +186,9 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run one small request through prompt and decode, and forget it."""
-        prompt = pack_tokens([0] * min(self.cache.block_size + 1, self.max_model_len - 2))
-        self.add(Request("warm-up", prompt, SamplingParams(2, temperature=0, ignore_eos=True), "", 0.0))
+        prompt = max(1, min(self.cache.block_size + 1, self.max_model_len - 2))
+        sampling = SamplingParams(min(2, self.max_model_len - prompt), temperature=0, ignore_eos=True)
+        self.add(Request("warm-up", pack_tokens([0] * prompt), sampling, "", 0.0))
         while self.has_work:
             self.step()
         self.cache.clear()
