@@ -72,6 +72,36 @@ def test_layers_that_keep_other_state_are_unsupported(tmp_path: Path, config: Ca
         Model(save(config(), tmp_path), "float32", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (
+            lambda: tf.PhimoeConfig(**model_zoo.COMMON | {"num_local_experts": 4, "sliding_window": 24}),
+            "phimoe: attention is limited to 24 tokens by a mask",
+        ),
+        (
+            lambda: tf.Llama4TextConfig(
+                **model_zoo.COMMON, attention_chunk_size=32, num_local_experts=4, intermediate_size_mlp=96
+            ),
+            "llama4_text: attention is limited to 32 tokens by a mask",
+        ),
+        (lambda: tf.DogeConfig(**model_zoo.COMMON), "DogeAttention attends by a mask of its own"),
+        (lambda: tf.DiffLlamaConfig(**model_zoo.COMMON), "attends twice"),
+    ],
+    ids=["window only in the mask", "chunks", "its own mask", "two attentions a layer"],
+)
+def test_attention_that_would_come_out_wrong_is_unsupported(
+    tmp_path: Path, config: Callable[[], Any], says: str
+) -> None:
+    with pytest.raises(ModelUnsupported, match=says):
+        Model(save(config(), tmp_path), "float32", "cpu")
+
+
+def test_a_window_that_never_bites_is_fine(tmp_path: Path) -> None:
+    window = {"num_local_experts": 4, "sliding_window": model_zoo.CONTEXT}
+    Model(save(tf.PhimoeConfig(**model_zoo.COMMON | window), tmp_path), "float32", "cpu")
+
+
 # --- context ------------------------------------------------------------------------------------------------------
 
 

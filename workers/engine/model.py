@@ -17,13 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from transfer.layout import LayerGeometry
 from workers.engine import attention
-from workers.engine.attention import AttentionOptions, Backend
+from workers.engine.attention import AttentionOptions, Backend, ModelUnsupported
 from workers.engine.batch import Batch
 from workers.kv.memory import DTYPES
-
-
-class ModelUnsupported(Exception):
-    """The architecture does not send every layer through the attention interface."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -82,9 +78,10 @@ def context_length(config: PreTrainedConfig) -> int:
 
 @dataclass(slots=True)
 class _Probe:
-    """Backend that records each layer's geometry instead of attending."""
+    """Backend that records each layer's geometry and the windows instead of attending."""
 
     layers: dict[int, LayerGeometry] = field(default_factory=dict)
+    windows: set[int | None] = field(default_factory=set)
 
     def prepare(self, batch: Batch) -> None:
         """Nothing to prepare."""
@@ -96,6 +93,7 @@ class _Probe:
         if layer in self.layers:
             raise ModelUnsupported(f"layer {layer} attends twice in one pass")
         self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
+        self.windows.add(options.window)
         return query.new_zeros((*query.shape[:2], value.shape[2]))
 
 
@@ -143,6 +141,10 @@ class Model:
             raise ModelUnsupported(
                 f"{self.config.model_type}: {len(probe.layers)} of {expected} layers use the attention interface"
             )
+        # Some models put a window into the mask and do not tell the attention function.
+        untold = {window for window in attention.mask_windows() - probe.windows if window > 0}
+        if any(window < context_length(self.config) for window in untold):
+            raise ModelUnsupported(f"{self.config.model_type}: attention is limited to {min(untold)} tokens by a mask")
         return tuple(probe.layers[index] for index in range(expected))
 
 

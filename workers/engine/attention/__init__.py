@@ -2,6 +2,9 @@
 
 A backend has two methods: `prepare(batch)` once a step, and `attend(...)` once a layer, which writes the new keys and
 values into the pool and returns the attention output. The model calls in through `register`.
+
+Masks are never built, because the pool's layout needs none; a model that relies on one beyond causality and windows
+is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from workers.engine.batch import Batch
 
 IMPLEMENTATION = "headwater"
+
+
+class ModelUnsupported(Exception):
+    """The architecture attends in a way that the registered attention function does not reproduce."""
 
 
 class Backend(Protocol):
@@ -48,11 +55,16 @@ _current = threading.local()
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
     """The backend that attention calls of this thread go to, inside the block."""
-    _current.backend = backend
+    _current.backend, _current.mask_windows = backend, set()
     try:
         yield
     finally:
         _current.backend = None
+
+
+def mask_windows() -> set[int]:
+    """Windows or chunks, in tokens, of the masks that the model asked for in this thread's last pass."""
+    return set(_current.mask_windows)
 
 
 def _forward(
@@ -65,6 +77,8 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: `query [1, heads, T, k]` and so on → `[1, T, heads, v]`."""
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise ModelUnsupported(f"{type(module).__name__} attends by a mask of its own")
     options = AttentionOptions(
         scaling=scaling if scaling is not None else float(query.shape[-1]) ** -0.5,
         window=kwargs.get("sliding_window"),
@@ -76,7 +90,13 @@ def _forward(
     return output[None], None
 
 
+def _no_mask(*_: Any, local_size: int | None = None, **__: Any) -> None:
+    """transformers' mask interface: note what was asked for."""
+    if local_size is not None:
+        _current.mask_windows.add(local_size)
+
+
 def register() -> None:
-    """Make transformers know the implementation; the pool's layout needs no mask."""
+    """Make transformers know the implementation."""
     AttentionInterface.register(IMPLEMENTATION, _forward)
-    AttentionMaskInterface.register(IMPLEMENTATION, lambda *_, **__: None)
+    AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
