@@ -1,0 +1,48 @@
+"""What must hold after anything: blocks are in balance and the next request is answered."""
+
+import time
+
+import httpx
+import ray
+
+from cluster.launch import Cluster
+from transfer.messages import WorkerStatus
+
+
+def statuses(cluster: Cluster) -> list[WorkerStatus]:
+    """Of the workers that live."""
+    found = []
+    for name, _ in cluster.config.workers:
+        try:
+            found.append(ray.get(cluster.worker(name).status.remote(), timeout=10))
+        except ray.exceptions.RayActorError:
+            continue
+    return found
+
+
+def unbalanced(cluster: Cluster) -> str | None:
+    """What is not at rest: on every worker all blocks are free or cached, nothing is pinned, nobody is queued."""
+    for one in statuses(cluster):
+        blocks = one.blocks
+        at_rest = blocks["free"] + blocks["cached"] == blocks["total"] and not blocks["pinned"]
+        if not at_rest or one.running or one.waiting:
+            return f"{one.name}: {one.running} running, {one.waiting} waiting, {blocks}"
+    if flying := ray.get(cluster.gateway.in_flight.remote(), timeout=10):
+        return f"{flying} in flight at the gateway"
+    return None
+
+
+def assert_balance(cluster: Cluster, within_s: float = 5.0) -> None:
+    """Everything comes to rest within a few seconds."""
+    until = time.monotonic() + within_s
+    while (problem := unbalanced(cluster)) is not None:
+        assert time.monotonic() < until, problem
+        time.sleep(0.05)
+
+
+def assert_alive(cluster: Cluster, model: str) -> None:
+    """The next ordinary request succeeds."""
+    body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 2

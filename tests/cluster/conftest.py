@@ -1,0 +1,81 @@
+"""Real clusters for the tests: one local Ray, and Headwater clusters on it that share the machine."""
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.config import ClusterConfig, load
+from cluster.launch import Cluster, connect, disconnect
+from cluster.models import DEFAULT_MODEL, resolve
+from tests import model_zoo
+
+Launch = Callable[..., Cluster]
+
+
+@pytest.fixture(scope="session")
+def smollm() -> Path:
+    return resolve(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of a few layers: wrong words, right arithmetic, and quick."""
+    return model_zoo.build("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    connect(None)
+    yield
+    disconnect()
+
+
+def settings(**flags: object) -> ClusterConfig:
+    """A configuration from dotted keys with `__` for dots; float32 and a free port unless told otherwise."""
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    return load(None, {"worker.dtype": "float32", "gateway.port": 0, **given}, environ={})
+
+
+@pytest.fixture(scope="module")
+def launch(local_ray: None) -> Iterator[Launch]:
+    """Start clusters that live as long as the module."""
+    clusters: list[Cluster] = []
+
+    def start(model: Path, **flags: object) -> Cluster:
+        made = Cluster(settings(**flags), model, f"test-{len(clusters)}-{free_port()}")
+        clusters.append(made)
+        made.start()
+        return made
+
+    yield start
+    for one in clusters:
+        one.stop()
+
+
+@pytest.fixture(scope="session")
+def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
+    """One prefill and one decode worker over SmolLM2, for tests that leave no traces."""
+    made = Cluster(settings(), smollm, "test-pair")
+    made.start()
+    yield made
+    made.stop()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def alive(cluster: Cluster) -> set[str]:
+    """Names of the workers whose processes live."""
+    names = set()
+    for name, _ in cluster.config.workers:
+        try:
+            ray.get(cluster.worker(name).status.remote(), timeout=10)
+            names.add(name)
+        except ray.exceptions.RayActorError:
+            pass
+    return names

@@ -1,0 +1,75 @@
+"""The prompts of the exactness tests and their reference answers."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+NEW_TOKENS = 48
+BLOCK = 16
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 10 * BLOCK + 3, 500, 1500)
+QUESTIONS = (
+    "What is the capital of France?",
+    "Name three rivers of Europe.",
+    "Write one sentence about the sea.",
+    "How many legs has a spider?",
+    "What do bees make?",
+    "Which planet is the largest?",
+    "Who wrote Hamlet?",
+    "What colour is the sky at night?",
+)
+STORY = (
+    "The river begins as a thread of water under a stone, high where the snow stays until June. It passes the mill, "
+    "the school and the market, and in each place somebody has a different name for it. "
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt in token ids and the tokens that follow it, greedily, in float32."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+def build(model: Path) -> list[tuple[int, ...]]:
+    """24 prompts: texts of the lengths where blocks begin and end, questions, and chats of three turns."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    story = tokenizer(STORY * 40)["input_ids"]
+    prompts = [tuple(story[start : start + length]) for start, length in enumerate(LENGTHS)]
+    chats = [_chat(tokenizer, [question]) for question in QUESTIONS]
+    chats += [_chat(tokenizer, [QUESTIONS[i], QUESTIONS[i - 1], QUESTIONS[i - 2]]) for i in range(8)]
+    return prompts + chats
+
+
+def _chat(tokenizer, questions: list[str]) -> tuple[int, ...]:  # type: ignore[no-untyped-def]
+    messages = []
+    for question in questions:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": "I will think about it."}]
+    return tuple(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False))
+
+
+def cases(model: Path) -> list[Case]:
+    """The prompts with what `transformers` generates for them, an end-of-sequence token being like any other.
+    Prompts of similar length are generated together, padded on the left."""
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    module.generation_config.eos_token_id = None
+    prompts = build(model)
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    answers: dict[int, tuple[int, ...]] = {}
+    for start in range(0, len(prompts), 8):
+        group = by_length[start : start + 8]
+        short = [index for index in group if len(prompts[index]) < 400]
+        for some in (short, *([index] for index in group if index not in short)):
+            answers |= zip(some, _generate(module, [prompts[index] for index in some]), strict=True)
+    return [Case(prompt, answers[index]) for index, prompt in enumerate(prompts)]
+
+
+def _generate(module, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:  # type: ignore[no-untyped-def]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    with torch.inference_mode():
+        whole = module.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return [tuple(row) for row in whole[:, longest:].tolist()]

@@ -1,0 +1,161 @@
+"""The command line as a user meets it, in processes of its own."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from transformers import BertConfig
+
+from tests.cluster.conftest import free_port
+
+HEADWATER = [str(Path(sys.executable).parent / "headwater")]
+
+
+def run(*arguments: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HEADWATER, *arguments], capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment}
+    )
+
+
+def fails_with(message: str, *arguments: str, **environment: str) -> None:
+    """One clear line on standard error, nothing else, and a non-zero exit."""
+    done = run(*arguments, **environment)
+    assert done.returncode != 0
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert re.search(message, lines[0]), lines[0]
+
+
+class Served:
+    """A `headwater serve` process that is ready."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.process = subprocess.Popen(
+            [*HEADWATER, "serve", "--port", str(self.port), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.children: list[psutil.Process] = []
+        self.greeting = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.greeting += line
+            if "Ctrl-C" in line:
+                break
+        self.children = psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self, number: int) -> tuple[int, float]:
+        """Send a signal; exit code and seconds until the process was gone."""
+        start = time.monotonic()
+        self.process.send_signal(number)
+        return self.process.wait(20), time.monotonic() - start
+
+    def left_over(self) -> list[psutil.Process]:
+        return [one for one in self.children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Iterator[Served]:
+    made = Served("--model", str(tiny), "--kv-memory", "64MiB")
+    yield made
+    if made.process.poll() is None:
+        made.stop(signal.SIGTERM)
+
+
+def test_serve_prints_lines_that_work_when_pasted(served: Served) -> None:
+    assert f"http://127.0.0.1:{served.port}" in served.greeting
+    curl = re.search(r"curl .*?(?=\n\n)", served.greeting, re.S)
+    python = re.search(r"python -c .*", served.greeting)
+    assert curl
+    assert python
+    answer = subprocess.run(["bash", "-c", curl.group()], capture_output=True, text=True, timeout=60)
+    assert json.loads(answer.stdout)["choices"][0]["finish_reason"] in ("length", "stop")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", python.group()], capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_status_as_json(served: Served) -> None:
+    done = run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    workers = json.loads(done.stdout)["workers"]
+    assert [(one["name"], one["role"], one["state"]) for one in workers] == [
+        ("prefill-0", "prefill", "ready"),
+        ("decode-0", "decode", "ready"),
+    ]
+    for one in workers:
+        assert {"node", "pid", "model", "running", "waiting", "hit_rate"} <= one.keys()
+        assert {"total", "free", "cached", "pinned", "quarantined"} <= one["blocks"].keys()
+        assert psutil.pid_exists(one["pid"])
+
+
+def test_status_as_a_table(served: Served) -> None:
+    done = run("status")
+    assert "prefill-0" in done.stdout
+    assert "quarantined" in done.stdout
+
+
+def test_a_taken_port_is_named(served: Served) -> None:
+    fails_with(rf"gateway.port: .*{served.port}: Address already in use", "serve", "--port", str(served.port))
+
+
+def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None:
+    """Last of the tests that share this server."""
+    wanted = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"http://127.0.0.1:{served.port}/v1/completions", json=wanted, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
+    code, seconds = served.process.wait(20), 0.0
+    assert (code, seconds) == (0, 0.0)
+    assert served.left_over() == []
+
+
+def test_ctrl_c_stops_everything_in_time(tiny: Path) -> None:
+    served = Served("--model", str(tiny), "--kv-memory", "64MiB", "--prefill", "0", "--decode", "0", "--both", "1")
+    code, seconds = served.stop(signal.SIGINT)
+    assert code == 0
+    assert seconds < 10
+    assert served.left_over() == []
+
+
+def test_start_up_errors_are_one_line(tiny: Path, tmp_path: Path) -> None:
+    port = ("--port", str(free_port()))
+    fails_with("no-such-model", "serve", "--model", "no-such-model", *port)
+    BertConfig(architectures=["BertModel"]).save_pretrained(tmp_path / "bert")
+    fails_with("bert", "serve", "--model", str(tmp_path / "bert"), *port)
+    fails_with("worker.block_siz.*block_size", "serve", *port, HEADWATER__WORKER__BLOCK_SIZ="8")
+    fails_with("decode.replicas is 0", "serve", "--decode", "0", *port)
+    fails_with("worker.kv_memory: .*'lots'", "serve", "--kv-memory", "lots", *port)
+    fails_with("worker.dtype", "serve", "--dtype", "int4", *port)
+    fails_with("nowhere.yaml", "serve", "--config", str(tmp_path / "nowhere.yaml"), *port)
+
+
+def test_errors_of_workers_are_one_line(tiny: Path) -> None:
+    port = ("--port", str(free_port()), "--model", str(tiny))
+    fails_with(r"kv_memory: .*needs \d+ blocks, \d+ bytes", "serve", "--kv-memory", "64KiB", *port)
+    fails_with("max_model_len: 999999 is more than", "serve", "--max-model-len", "999999", *port)
+
+
+def test_an_unreachable_ray_cluster_is_named(tiny: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    fails_with(address, "serve", "--model", str(tiny), "--address", address, "--port", str(free_port()))
+
+
+def test_a_port_that_cannot_be_listened_on(tiny: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        fails_with("gateway.port", "serve", "--model", str(tiny), "--port", str(taken.getsockname()[1]))

@@ -1,0 +1,48 @@
+"""Configuration from file, environment and flags."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ConfigError, load
+
+
+def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "headwater.yaml"
+    file.write_text("worker: {block_size: 8, step_tokens: 100, kv_memory: 2GiB}\ngateway: {port: 1}\n")
+    environ = {"HEADWATER__WORKER__BLOCK_SIZE": "32", "HEADWATER__GATEWAY__PORT": "2", "OTHER": "x"}
+    found = load(file, {"gateway.port": 3, "worker.dtype": None}, environ)
+    assert (found.worker.block_size, found.worker.step_tokens, found.gateway.port) == (32, 100, 3)
+    assert found.worker.kv_memory == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"worker.blok_size": 3}, "worker.blok_size: unknown setting; did you mean worker.block_size?"),
+        ({"wrker.block_size": 3}, "did you mean worker"),
+        ({"worker.block_size": 0}, "worker.block_size"),
+        ({"worker.kv_memory": "1 apple"}, "'1 apple'"),
+        ({"prefill.replicas": 0, "decode.replicas": 0}, "nobody would answer"),
+        ({"prefill.replicas": 2, "decode.replicas": 0}, "decode.replicas is 0"),
+        ({"transfer.lease_s": 0.001}, "lease_s"),
+        ({"transfer.backend": "PIGEON"}, "transfer.backend"),
+        ({"gateway.port": 1, "gateway.port.x": 1}, "gateway.port"),
+    ],
+)
+def test_mistakes_are_named(flags: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load(None, flags, {})
+
+
+def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    for text in ("[1, 2]", "a: [", "just text"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=r"bad\.yaml"):
+            load(file, {}, {})
+
+
+def test_the_default_is_one_pair() -> None:
+    assert load(None, {}, {}).workers == [("prefill-0", "prefill"), ("decode-0", "decode")]

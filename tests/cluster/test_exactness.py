@@ -1,0 +1,112 @@
+"""Token ids through the whole cluster equal those of `transformers` generate, however the request travelled."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from openai import AsyncOpenAI
+
+from cluster.launch import Cluster
+from tests.cluster.checks import assert_balance
+from tests.cluster.conftest import Launch
+from tests.cluster.prompts import NEW_TOKENS, QUESTIONS, Case, cases
+from tests.workers.drive import answers as engine_answers
+from tests.workers.drive import engine, request
+
+MODEL = "smollm2-135m-instruct"
+TOPOLOGIES = {
+    "1P1D": {"prefill__replicas": 1, "decode__replicas": 1},
+    "2P2D": {"prefill__replicas": 2, "decode__replicas": 2},
+    "both": {"prefill__replicas": 0, "decode__replicas": 0, "both__replicas": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def reference(smollm: Path) -> list[Case]:
+    return cases(smollm)
+
+
+async def ask(client: AsyncOpenAI, prompt: Sequence[int], stream: bool, **parameters: object) -> list[int]:
+    """The ids that the cluster answers with."""
+    extra = {"ignore_eos": True, "return_token_ids": True, "top_k": parameters.pop("top_k", 0)}
+    wanted = {"model": MODEL, "prompt": list(prompt), "max_tokens": NEW_TOKENS, "temperature": 0, **parameters}
+    if not stream:
+        answer = await client.completions.create(**wanted, extra_body=extra)  # type: ignore[call-overload]
+        return list(answer.choices[0].model_extra["token_ids"])
+    ids: list[int] = []
+    async for chunk in await client.completions.create(**wanted, stream=True, extra_body=extra):  # type: ignore[call-overload]
+        for choice in chunk.choices:
+            ids += choice.model_extra["token_ids"]
+    return ids
+
+
+def ask_all(cluster: Cluster, prompts: Sequence[Sequence[int]], at_once: int, stream: bool, **more: object) -> list:
+    """Every prompt's ids, `at_once` requests under way at a time."""
+
+    async def run() -> list[list[int]]:
+        gate = asyncio.Semaphore(at_once)
+        async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
+
+            async def one(prompt: Sequence[int]) -> list[int]:
+                async with gate:
+                    return await ask(client, prompt, stream, **more)
+
+            return await asyncio.gather(*(one(prompt) for prompt in prompts))
+
+    return asyncio.run(run())
+
+
+def check(cluster: Cluster, some: Sequence[Case], at_once: int, stream: bool) -> None:
+    found = ask_all(cluster, [case.prompt for case in some], at_once, stream)
+    wrong = [len(case.prompt) for case, ids in zip(some, found, strict=True) if tuple(ids) != case.answer]
+    assert not wrong, f"prompts of {wrong} tokens are answered differently"
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_cold_and_warm(launch: Launch, smollm: Path, reference: list[Case], topology: str) -> None:
+    cluster = launch(smollm, **TOPOLOGIES[topology])
+    some = reference if topology == "1P1D" else reference[::2]
+    check(cluster, some, at_once=8, stream=True)
+    check(cluster, some, at_once=8, stream=False)
+    check(cluster, reference[4:12:2], at_once=1, stream=True)
+    assert_balance(cluster)
+    cluster.stop()
+
+
+@pytest.mark.parametrize("topology", ["1P1D", "both"])
+def test_small_chunks_without_cache(launch: Launch, smollm: Path, reference: list[Case], topology: str) -> None:
+    cluster = launch(smollm, worker__step_tokens=64, worker__prefix_cache=False, **TOPOLOGIES[topology])
+    check(cluster, reference[1::4] + reference[6:7], at_once=8, stream=topology == "both")
+    assert_balance(cluster)
+    cluster.stop()
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_seeded_sampling_depends_on_the_request_alone(launch: Launch, smollm: Path, topology: str) -> None:
+    alone = engine(smollm, kv_memory=256 << 20, max_model_len=1024)
+    text = [[100 + 7 * number + step for step in range(20 + 9 * number)] for number in range(len(QUESTIONS))]
+    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 200, "seed": 7}
+    expected = engine_answers(alone, [request(prompt, max_tokens=24, **sampling) for prompt in text])
+    assert len({tuple(ids) for ids in expected}) == len(expected)
+    cluster = launch(smollm, **TOPOLOGIES[topology])
+    more = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 7}
+    for at_once, stream in ((8, True), (3, False)):
+        found = ask_all(cluster, text, at_once, stream, **{**more, "top_k": 200})
+        assert found == expected
+    cluster.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("topology", "chunk", "cache"), list(itertools.product(TOPOLOGIES, (64, 256), (True, False))))
+def test_every_combination(
+    launch: Launch, smollm: Path, reference: list[Case], topology: str, chunk: int, cache: bool
+) -> None:
+    for at_once, stream in itertools.product((1, 8), (True, False)):
+        cluster = launch(smollm, worker__step_tokens=chunk, worker__prefix_cache=cache, **TOPOLOGIES[topology])
+        check(cluster, reference, at_once, stream)  # cold
+        check(cluster, reference, at_once, stream)  # warm, where there is a cache
+        assert_balance(cluster)
+        cluster.stop()

@@ -1,0 +1,249 @@
+"""What clients see when they leave, and when processes die: no wrong token, no hang, no leak."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import ray
+import torch
+from openai import OpenAI
+from transformers import AutoModelForCausalLM
+
+from cluster.launch import Cluster
+from tests import model_zoo
+from tests.cluster.checks import assert_alive, assert_balance, statuses
+from tests.cluster.conftest import Launch, alive
+
+MODEL = "tiny-llama"
+VOCABULARY = 512
+LIMIT_OVER_BUDGET = int(1.2 * 2**30)
+
+
+def body(prompt: list[int], tokens: int, **more: object) -> dict:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+
+
+def pid(cluster: Cluster, name: str) -> int:
+    return next(one.pid for one in statuses(cluster) if one.name == name)
+
+
+@pytest.fixture(scope="module")
+def quads(launch: Launch, tiny: Path) -> Cluster:
+    return launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="64MiB")
+
+
+def test_a_stream_closed_early_frees_everything(quads: Cluster) -> None:
+    async def leave(seed: int) -> None:
+        draw = random.Random(seed)
+        prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(1, 600))]
+        wanted = body(prompt, 900, stream=True)
+        async with httpx.AsyncClient(timeout=30) as client:
+
+            async def read() -> None:
+                async with client.stream("POST", f"{quads.url}/v1/completions", json=wanted) as answer:
+                    async for _ in answer.aiter_bytes():
+                        pass
+
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(read(), draw.random() * 0.3)
+
+    async def run() -> None:
+        await asyncio.gather(*(leave(seed) for seed in range(60)))
+
+    asyncio.run(run())
+    assert_balance(quads, within_s=5)
+    assert_alive(quads, MODEL)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_during_prefill_stops_the_work(pair: Cluster, stream: bool) -> None:
+    draw = random.Random(stream)
+    wanted = {"model": "smollm2-135m-instruct", "prompt": [draw.randrange(9000) for _ in range(8000)], "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{pair.url}/v1/completions", json=wanted, timeout=1.5)
+    assert_balance(pair, within_s=2)
+
+
+def test_a_decode_worker_killed_in_mid_stream_does_not_show(quads: Cluster, tiny: Path) -> None:
+    prompt, expected = model_zoo.clear_prompt(tiny, 40, 120, seed=3)
+    busy: list[str] = []
+
+    def kill_the_busy_one() -> None:
+        while not busy:
+            busy.extend(one.name for one in statuses(quads) if one.role == "decode" and one.running)
+        time.sleep(0.05)
+        os.kill(pid(quads, busy[0]), signal.SIGKILL)
+
+    threading.Thread(target=kill_the_busy_one).start()
+    client = OpenAI(base_url=f"{quads.url}/v1", api_key="none", max_retries=0, timeout=60)
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    stream = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=120, temperature=0, stream=True, extra_body=extra
+    )
+    ids = [token for chunk in stream for choice in chunk.choices for token in choice.model_extra["token_ids"]]
+    assert ids == expected
+    assert busy[0] not in alive(quads)
+    assert_balance(quads)
+
+
+def test_a_prefill_worker_killed_while_computing_does_not_show(quads: Cluster, tiny: Path) -> None:
+    draw = random.Random(5)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(1500)] for _ in range(12)]
+    victim = pid(quads, "prefill-0")
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            sent = [
+                asyncio.create_task(client.post(f"{quads.url}/v1/completions", json=body(one, 4))) for one in prompts
+            ]
+            await asyncio.sleep(0.3)
+            os.kill(victim, signal.SIGKILL)
+            return await asyncio.gather(*sent)
+
+    found = asyncio.run(run())
+    assert [one.status_code for one in found] == [200] * len(prompts)
+    again = [httpx.post(f"{quads.url}/v1/completions", json=body(one, 4), timeout=60).json() for one in prompts]
+    assert [one.json()["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in again]
+    assert_balance(quads)
+
+
+def test_without_a_role_the_answer_is_503_at_once(launch: Launch, tiny: Path) -> None:
+    cluster = launch(tiny, worker__kv_memory="64MiB")
+    os.kill(pid(cluster, "decode-0"), signal.SIGKILL)
+    until = time.monotonic() + 5
+    while httpx.get(f"{cluster.url}/ready").status_code != 503:
+        assert time.monotonic() < until
+    start = time.monotonic()
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body([1, 2, 3], 4), timeout=10)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert time.monotonic() - start < 1
+    assert httpx.get(f"{cluster.url}/v1/models").status_code == 503
+    assert httpx.get(f"{cluster.url}/health").status_code == 200
+    cluster.stop()
+
+
+def test_a_gateway_killed_in_mid_stream_frees_the_workers(launch: Launch, tiny: Path) -> None:
+    cluster = launch(tiny, worker__kv_memory="64MiB")
+    gateway = ray.get(cluster.gateway.ping.remote())
+    client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
+    stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1500, stream=True)
+    next(iter(stream))
+    os.kill(gateway, signal.SIGKILL)
+    with pytest.raises(httpx.HTTPError):
+        list(stream)
+    until = time.monotonic() + 3
+    while any(one.running or one.waiting for one in statuses(cluster)):
+        assert time.monotonic() < until, "the workers still work for nobody"
+        time.sleep(0.05)
+    cluster.stop()
+
+
+def test_a_full_queue_is_429_at_once(launch: Launch, tiny: Path) -> None:
+    cluster = launch(tiny, worker__kv_memory="64MiB", worker__max_waiting=1, worker__max_running=1)
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            wanted = [body([number] * 800, 60) for number in range(30)]
+            return await asyncio.gather(*(client.post(f"{cluster.url}/v1/completions", json=one) for one in wanted))
+
+    found = asyncio.run(run())
+    assert {one.status_code for one in found} == {200, 429}
+    assert all(one.headers["retry-after"] for one in found if one.status_code == 429)
+    assert_balance(cluster)
+    assert_alive(cluster, MODEL)
+    cluster.stop()
+
+
+class Judge:
+    """Greedy answers of the tiny model, by transformers. A near-tie may go either way."""
+
+    def __init__(self, model: Path) -> None:
+        self._module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+    def right(self, prompt: list[int], ids: list[int]) -> bool:
+        with torch.inference_mode():
+            logits = self._module(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        return bool((logits.max(dim=1).values - chosen < 1e-3).all())
+
+
+def test_random_requests_get_right_answers_or_proper_errors(launch: Launch, tiny: Path) -> None:
+    """300 requests of 1 to 1,800 tokens, a third cut by their clients, a fifth invalid; memory stays in its budget."""
+    cluster = launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="48MiB")
+    check_random_requests(cluster, MODEL, VOCABULARY, Judge(tiny), weights=0)
+    cluster.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_random_requests_on_the_default_model(launch: Launch, smollm: Path) -> None:
+    cluster = launch(smollm)
+    weights = sum(file.stat().st_size for file in smollm.glob("*.safetensors"))
+    check_random_requests(cluster, "smollm2-135m-instruct", 40000, Judge(smollm), weights)
+    cluster.stop()
+
+
+def check_random_requests(cluster: Cluster, model: str, vocabulary: int, judge: Judge, weights: int) -> None:
+    draw = random.Random(11)
+    texts = [[draw.randrange(vocabulary) for _ in range(1800)] for _ in range(6)]
+    peaks: dict[str, int] = {}
+    invalid = [
+        {"temperature": -1},
+        {"max_tokens": 10**9},
+        {"prompt": []},
+        {"prompt": [10**9]},
+        {"stop": [""]},
+        {"model": "none"},
+        {"prompt": [1] * 9000},
+    ]
+
+    async def request(client: httpx.AsyncClient, number: int) -> None:
+        text = [*draw.choice(texts)[: draw.randrange(1, 1801)], number % vocabulary]
+        wanted = {**body(text, draw.randrange(1, 24), return_token_ids=True), "model": model}
+        kind = draw.random()
+        if kind < 0.2:
+            answer = await client.post("/v1/completions", json={**wanted, **draw.choice(invalid)})
+            assert answer.status_code in (400, 404), answer.text
+            assert answer.json()["error"]["message"]
+        elif kind < 0.5:
+            keep = draw.randrange(1, 12)
+            async with client.stream("POST", "/v1/completions", json={**wanted, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    keep -= bool(line)
+                    if not keep:
+                        break
+        else:
+            answer = await client.post("/v1/completions", json=wanted)
+            assert answer.status_code == 200, answer.text
+            ids = answer.json()["choices"][0]["token_ids"]
+            assert len(ids) == wanted["max_tokens"]
+            assert await asyncio.to_thread(judge.right, text, ids), f"request {number} is answered wrongly"
+
+    async def run() -> None:
+        gate = asyncio.Semaphore(12)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=300) as client:
+
+            async def limited(number: int) -> None:
+                async with gate:
+                    await request(client, number)
+                if number % 25 == 0:
+                    for one in await asyncio.to_thread(statuses, cluster):
+                        rss = psutil.Process(one.pid).memory_info().rss
+                        peaks[one.name] = max(peaks.get(one.name, 0), rss)
+
+            await asyncio.gather(*(limited(number) for number in range(300)))
+
+    asyncio.run(run())
+    assert_balance(cluster)
+    assert_alive(cluster, model)
+    budget = weights + cluster.config.worker.kv_memory + LIMIT_OVER_BUDGET
+    assert len(peaks) == len(cluster.config.workers)
+    assert max(peaks.values()) <= budget, peaks
