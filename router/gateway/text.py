@@ -77,11 +77,11 @@ class TextStream:
 
     def _give(self, keep: int) -> str:
         """Text from where the last piece ended, up to a stop string or all but the last `keep` characters."""
-        ends = [self._decoded.find(stop, max(0, self._given - len(stop))) for stop in self._stops]
-        found = [end for end in ends if end >= 0]
-        if found:
-            self.stopped = True
-        end = min(found) if found else len(self._decoded) - keep
+        starts = [(self._decoded.find(stop, max(0, self._given - len(stop))), len(stop)) for stop in self._stops]
+        # The one that is complete first counts, so that the borders of tokens make no difference.
+        found = [(start + length, start) for start, length in starts if start >= 0]
+        self.stopped = bool(found)
+        end = min(found)[1] if found else len(self._decoded) - keep
         piece = self._decoded[self._given : end] if end > self._given else ""
         self._given = max(self._given, end)
         return piece

@@ -21,7 +21,6 @@ from workers.engine.model import Model
 BLOCK = 16
 TOKENS = 48
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 150)  # the tiny models' window is 24
-STEPS = (BLOCK, 512)
 
 
 class Case:
@@ -43,11 +42,11 @@ def case(zoo: Callable[[str], Path]) -> Callable[[str], Case]:
 
 
 each_architecture = pytest.mark.parametrize("arch", model_zoo.ARCHITECTURES)
-each_step = pytest.mark.parametrize("step_tokens", STEPS)
+long = pytest.mark.long
 
 
 @each_architecture
-@each_step
+@pytest.mark.parametrize("step_tokens", [BLOCK, pytest.param(512, marks=long)])
 def test_one_at_a_time(case: Callable[[str], Case], arch: str, step_tokens: int) -> None:
     """Cold and then warm: the second answer uses what the first one left."""
     this = case(arch)
@@ -63,8 +62,10 @@ def test_one_at_a_time(case: Callable[[str], Case], arch: str, step_tokens: int)
 
 
 @each_architecture
-@each_step
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize(
+    ("step_tokens", "prefix_cache"),
+    [(BLOCK, True), (512, True), (BLOCK, False), pytest.param(512, False, marks=long)],
+)
 def test_all_at_once(case: Callable[[str], Case], arch: str, step_tokens: int, prefix_cache: bool) -> None:
     """Equal prompts in flight, at most four at a time, then everything warm. Batches mix prompts and decodes."""
     this = case(arch)
@@ -77,7 +78,7 @@ def test_all_at_once(case: Callable[[str], Case], arch: str, step_tokens: int, p
 
 
 @each_architecture
-@pytest.mark.parametrize("step_tokens", [BLOCK + 3, 512])
+@pytest.mark.parametrize("step_tokens", [BLOCK + 3, pytest.param(512, marks=long)])
 def test_handed_over(case: Callable[[str], Case], arch: str, step_tokens: int) -> None:
     """Prompts computed on one engine and decoded on another; the second time both have them cached."""
     this = case(arch)
@@ -145,14 +146,14 @@ def smol() -> tuple[Model, list[list[int]], list[list[int]]]:
     path = models.pull(models.DEFAULT_MODEL, progress=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     prompts = [tokenizer(text).input_ids for text in TEXTS]
-    return Model(path, "float32", "cpu"), prompts, [model_zoo.reference(path, prompt, 24) for prompt in prompts]
+    return Model(path, "float32", "cpu"), prompts, [model_zoo.reference(path, prompt, 16) for prompt in prompts]
 
 
 def test_smollm2(smol: tuple[Model, list[list[int]], list[list[int]]]) -> None:
     model, prompts, expected = smol
     one = engine(model, kv_memory=64 << 20, max_model_len=512, step_tokens=40)
     for _ in range(2):
-        assert answers(one, [request(prompt, 24) for prompt in prompts]) == expected
+        assert answers(one, [request(prompt, 16) for prompt in prompts]) == expected
         assert_idle(one)
     assert one.cached_tokens > 0
 
@@ -160,7 +161,7 @@ def test_smollm2(smol: tuple[Model, list[list[int]], list[list[int]]]) -> None:
 def test_smollm2_handed_over(smol: tuple[Model, list[list[int]], list[list[int]]]) -> None:
     model, prompts, expected = smol
     prefill, decode = (engine(model, kv_memory=64 << 20, max_model_len=512, step_tokens=32) for _ in range(2))
-    assert [HandOff(prefill, decode, request(prompt, 24)).run() for prompt in prompts] == expected
+    assert [HandOff(prefill, decode, request(prompt, 16)).run() for prompt in prompts] == expected
 
 
 # --- sampling -----------------------------------------------------------------------------------------------------
@@ -403,7 +404,7 @@ def test_blocks_of_a_hand_off_stay_until_they_are_sent(tiny: Model) -> None:
 # --- random loads -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_requests_and_aborts_leave_nothing_behind(tiny: Model, seed: int) -> None:
     """Requests of every kind, aborted at every stage; those that finish have the right tokens."""
     draw = random.Random(seed)
