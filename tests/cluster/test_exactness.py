@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance
 from tests.cluster.conftest import Launch
-from tests.cluster.prompts import NEW_TOKENS, QUESTIONS, Case, cases
+from tests.cluster.prompts import NEW_TOKENS, Case, cases
 from tests.workers.drive import answers as engine_answers
 from tests.workers.drive import engine, request
 
@@ -83,18 +83,29 @@ def test_small_chunks_without_cache(launch: Launch, smollm: Path, reference: lis
     cluster.stop()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_seeded_sampling_depends_on_the_request_alone(launch: Launch, smollm: Path, topology: str) -> None:
+SAMPLING = {"temperature": 0.8, "top_p": 0.9, "top_k": 200, "seed": 7}
+SAMPLED_TOKENS = 20
+
+
+@pytest.fixture(scope="session")
+def sampled(smollm: Path) -> list[Case]:
+    """Prompts with what one engine alone draws for them."""
+    prompts = [[100 + 7 * number + step for step in range(10 + 9 * number)] for number in range(6)]
     alone = engine(smollm, kv_memory=256 << 20, max_model_len=1024)
-    text = [[100 + 7 * number + step for step in range(20 + 9 * number)] for number in range(len(QUESTIONS))]
-    sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 200, "seed": 7}
-    expected = engine_answers(alone, [request(prompt, max_tokens=24, **sampling) for prompt in text])
-    assert len({tuple(ids) for ids in expected}) == len(expected)
+    found = engine_answers(alone, [request(prompt, max_tokens=SAMPLED_TOKENS, **SAMPLING) for prompt in prompts])
+    assert len({tuple(ids) for ids in found}) == len(found)
+    return [Case(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, found, strict=True)]
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_seeded_sampling_depends_on_the_request_alone(
+    launch: Launch, smollm: Path, sampled: list[Case], topology: str
+) -> None:
     cluster = launch(smollm, **TOPOLOGIES[topology])
-    more = {"max_tokens": 24, "temperature": 0.8, "top_p": 0.9, "seed": 7}
-    for at_once, stream in ((8, True), (3, False)):
-        found = ask_all(cluster, text, at_once, stream, **{**more, "top_k": 200})
-        assert found == expected
+    for at_once, stream in ((6, True), (2, False)):
+        prompts = [case.prompt for case in sampled]
+        found = ask_all(cluster, prompts, at_once, stream, max_tokens=SAMPLED_TOKENS, **SAMPLING)
+        assert [tuple(ids) for ids in found] == [case.answer for case in sampled]
     cluster.stop()
 
 

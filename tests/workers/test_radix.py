@@ -83,6 +83,11 @@ class Machine(RuleBasedStateMachine):
         if not keep:
             self.unpin(len(self.pins) - 1)
 
+    @rule(salt=salts, tokens=prompts)
+    def look(self, salt: bytes, tokens: bytes) -> None:
+        """A match that nobody pins, as when a queue is looked through."""
+        assert self.radix.match(salt, tokens).blocks == self.known(salt, tokens)
+
     @rule(which=st.integers(0, 100))
     def unpin(self, which: int) -> None:
         if self.pins:

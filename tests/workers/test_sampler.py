@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transfer.messages import SamplingParams
-from workers.engine.sampler import sample, uniform
+from workers.engine.sampler import _draw, sample, uniform
 
 VOCABULARY = 50
 
@@ -98,6 +98,8 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     row = torch.full((1, VOCABULARY), -torch.inf)
     row[0, 7], row[0, 3] = 1.0, 1.0
     assert set(draws(row, 300)) == {3, 7}
+    assert _draw(row[0], SamplingParams(1), 0.0) == 3
+    assert _draw(row[0], SamplingParams(1), 1.0) == 7  # rounding can bring a number just below one up to it
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it() -> None:
