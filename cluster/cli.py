@@ -74,12 +74,15 @@ def serve(
         "worker.prefix_cache": prefix_cache,
         "worker.threads": threads,
     }
-    _serve(load(config, flags), address)
+    try:
+        _serve(load(config, flags), address)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
 
 def _serve(settings: ClusterConfig, address: str | None) -> None:
     stop = threading.Event()
-    _on_signals(lambda *_: stop.set())
+    _on_signals(_interrupt)
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
@@ -89,13 +92,13 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     try:
         with status:
             connect(address)
-            _on_signals(lambda *_: stop.set())  # Ray has installed its own
+            _on_signals(_interrupt)  # Ray has installed its own
             cluster = Cluster(settings, path)
-            cluster.start(progress=lambda text: _progress(status, text, stop))
-    except (UserError, KeyboardInterrupt):
+            cluster.start(progress=status.update)
+        _on_signals(lambda *_: stop.set())
+    except BaseException:
+        _on_signals(signal.SIG_IGN)
         disconnect()
-        if stop.is_set():
-            raise typer.Exit(0) from None
         raise
     typer.echo(READY.format(model=cluster.statuses()[0].model, url=cluster.url))
     try:
@@ -107,15 +110,13 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     raise typer.Exit(code)
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _on_signals(handler: Any) -> None:
     for one in (signal.SIGINT, signal.SIGTERM):
         signal.signal(one, handler)
-
-
-def _progress(status: Any, text: str, stop: threading.Event) -> None:
-    if stop.is_set():
-        raise KeyboardInterrupt
-    status.update(text)
 
 
 def _wait(cluster: Any, stop: threading.Event) -> int:

@@ -91,14 +91,18 @@ def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     if file is not None:
         try:
             content = yaml.safe_load(file.read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"--config {file}: expected a mapping of sections")
         tree = content
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX):
-            _set(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), yaml.safe_load(text))
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise ConfigError(f"{name}: {text!r} is not valid YAML") from None
+            _set(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value)
     for key, value in flags.items():
         if value is not None:
             _set(tree, key.split("."), value)

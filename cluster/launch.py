@@ -106,20 +106,20 @@ class Cluster:
 
     def stop(self) -> None:
         """End every actor, the gateway first."""
-        for name in reversed(list(self._actors)):
-            actor = self._actors.pop(name)
-            try:
-                if name != GATEWAY:
-                    ray.get(actor.stop.remote(), timeout=STOP_TIMEOUT_S)
-            except RayError:
-                pass
-            ray.kill(actor)
+        if (gateway := self._actors.pop(GATEWAY, None)) is not None:
+            ray.kill(gateway)
+        workers, self._actors = list(self._actors.values()), {}
+        if workers:
+            ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=STOP_TIMEOUT_S)
+        for one in workers:
+            ray.kill(one)
 
     def _start_workers(self, progress: Callable[[str], None]) -> None:
         config = self.worker_config()
         workers = self.config.workers
+        has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        gpus = 1 if config.device == "cuda" or has_gpus else 0
         for name, role in workers:
-            gpus = 1 if config.device == "cuda" else 0
             environment = {"OMP_NUM_THREADS": str(config.threads), "TOKENIZERS_PARALLELISM": "false"}
             self._actors[name] = (
                 ray.remote(Worker)

@@ -30,7 +30,7 @@ def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
 def as_table(statuses: list[WorkerStatus]) -> Table:
     """The same for people; blocks by state in columns of their own."""
     table = Table(title="Headwater workers")
-    for column in ("worker", "node", "pid", "state", "model"):
+    for column in ("worker", "role", "node", "pid", "state", "model"):
         table.add_column(column, overflow="fold")
     states = ("total", "free", "cached", "pinned", "quarantined")
     for column in ("running", "waiting", *states, "hit rate"):
@@ -38,5 +38,7 @@ def as_table(statuses: list[WorkerStatus]) -> Table:
     for one in statuses:
         load = (str(one.running), str(one.waiting))
         blocks = (str(one.blocks[state]) for state in states)
-        table.add_row(one.name, one.node, str(one.pid), one.state, one.model, *load, *blocks, f"{one.hit_rate:.1%}")
+        table.add_row(
+            one.name, one.role, one.node, str(one.pid), one.state, one.model, *load, *blocks, f"{one.hit_rate:.1%}"
+        )
     return table

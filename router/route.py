@@ -52,7 +52,7 @@ class Router:
     """Decides over a `View`; asks nobody."""
 
     def __init__(self, view: View, config: RouterConfig) -> None:
-        self._view = view
+        self.view = view
         self._config = config
         self._prefill_ring = Ring()
         self._decode_ring = Ring()
@@ -60,14 +60,14 @@ class Router:
     def plan(self, chain: PrefixChain, tokens: int, generate: bool, avoid: frozenset[str] = frozenset()) -> Plan:
         """Workers for a prompt of `tokens` tokens; `generate` is whether more than one output token is wanted, and
         `avoid` names workers that have just failed or are busy. Raises NoWorkers."""
-        able = [worker for worker in self._view.able(PREFILL, BOTH) if worker.name not in avoid]
-        if not self._view.able(DECODE):
+        able = [worker for worker in self.view.able(PREFILL, BOTH) if worker.name not in avoid]
+        if not self.view.able(DECODE):
             able = [worker for worker in able if worker.role == BOTH]
         if not able:
-            raise NoWorkers("no prefill worker is available" if self._view.able(DECODE, BOTH) else "no decode worker")
+            raise NoWorkers("no prefill worker is available" if self.view.able(DECODE, BOTH) else "no decode worker")
         self._prefill_ring.set(worker.name for worker in able)
         anchor = chain.anchor(self._config.anchor_blocks)
-        order = [self._view.workers[name] for name in self._prefill_ring.order(anchor)]
+        order = [self.view.workers[name] for name in self._prefill_ring.order(anchor)]
         prefill = self._bounded(order, tokens)
         why = {"home": order[0].name, "load": prefill.prefill_tokens, "spilled": prefill is not order[0]}
         if prefill.role == BOTH or not generate:
@@ -76,7 +76,7 @@ class Router:
 
     def dispatch(self, plan: Plan, tokens: int) -> Ticket:
         """Count a plan as under way."""
-        workers = self._view.workers
+        workers = self.view.workers
         return Ticket(workers[plan.prefill], workers[plan.decode or plan.prefill], tokens)
 
     def _bounded(self, order: list[WorkerView], tokens: int) -> WorkerView:
@@ -88,9 +88,9 @@ class Router:
         return min(order, key=lambda worker: worker.prefill_tokens)
 
     def _decode_for(self, anchor: bytes, avoid: frozenset[str]) -> WorkerView:
-        able = [worker for worker in self._view.able(DECODE) if worker.name not in avoid]
+        able = [worker for worker in self.view.able(DECODE) if worker.name not in avoid]
         if not able:
             raise NoWorkers("no decode worker is available")
         self._decode_ring.set(worker.name for worker in able)
-        order = [self._view.workers[name] for name in self._decode_ring.order(anchor)]
+        order = [self.view.workers[name] for name in self._decode_ring.order(anchor)]
         return min(order, key=lambda worker: worker.decodes)

@@ -98,13 +98,16 @@ class _Transfer:
     checksums: list[tuple[int, int, int]] = field(default_factory=list)
     manifest_posted: bool = False
     failure: str | None = None
+    stalled_at: float = float("inf")
 
 
 class Sender:
-    """Sender half. `checksum(blocks)` digests local blocks; `incarnation` is this worker's."""
+    """Sender half. `checksum(blocks)` digests local blocks; `incarnation` is this worker's. Writes of which none
+    completes for `stall_s` seconds count as failed."""
 
-    def __init__(self, transport: Transport, incarnation: int, checksum: Checksum) -> None:
+    def __init__(self, transport: Transport, incarnation: int, checksum: Checksum, stall_s: float) -> None:
         self._transport = transport
+        self._stall_s = stall_s
         self._incarnation = incarnation
         self._checksum = checksum
         self._transfers: dict[str, _Transfer] = {}
@@ -113,7 +116,7 @@ class Sender:
         """A request has begun to compute; its chunks are kept until the reservation is known."""
         self._transfers[lease_id] = _Transfer(lease_id, deadline)
 
-    def open(self, lease_id: str, reservation: Reservation, agent: str) -> None:
+    def connect(self, lease_id: str, reservation: Reservation, agent: str) -> None:
         """The receiver has answered; `agent` is its transport name."""
         if transfer := self._transfers.get(lease_id):
             transfer.reservation, transfer.agent = reservation, agent
@@ -134,9 +137,14 @@ class Sender:
         return lease_id in self._transfers
 
     @property
-    def busy(self) -> bool:
-        """Whether `step` has anything to look after."""
+    def open(self) -> bool:
+        """Whether there are transfers, so that `step` must look at their deadlines now and then."""
         return bool(self._transfers)
+
+    @property
+    def moving(self) -> bool:
+        """Whether `step` has something to post or to poll now."""
+        return any(one.in_flight or one.failure or (one.ready and one.reservation) for one in self._transfers.values())
 
     def step(self, now: float) -> list[Sent | SendFailed]:
         """Poll and post what can be; returns the transfers that have ended, which are then forgotten."""
@@ -149,15 +157,21 @@ class Sender:
         return events
 
     def _advance(self, transfer: _Transfer, now: float) -> Sent | SendFailed | None:
+        before = len(transfer.in_flight)
         self._poll(transfer)
-        if transfer.failure is None and now > transfer.deadline:
-            transfer.failure = "transfer deadline exceeded"
+        if len(transfer.in_flight) < before:
+            transfer.stalled_at = now + self._stall_s
+        stalled = bool(transfer.in_flight) and now > transfer.stalled_at
+        if transfer.failure is None and (stalled or now > transfer.deadline):
+            transfer.failure = "no write completed in time" if stalled else "deadline exceeded"
         if transfer.failure is None and transfer.reservation is not None and not transfer.manifest_posted:
             try:
                 self._post(transfer, transfer.reservation)
             except TransportError as error:
                 transfer.failure = str(error)
-        if transfer.in_flight and now <= transfer.deadline:
+        if transfer.in_flight and not stalled and now <= transfer.deadline:
+            if not before:
+                transfer.stalled_at = now + self._stall_s
             return None
         drained = not transfer.in_flight
         for handle in transfer.in_flight:

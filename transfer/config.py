@@ -14,7 +14,8 @@ class TransferConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     backend: Literal["UCX"] = Field("UCX", description="NIXL plugin that moves the blocks")
-    poll_interval_s: float = Field(0.001, gt=0, le=1, description="how often open transfers are polled, in seconds")
+    poll_interval_s: float = Field(0.002, gt=0, le=1, description="how often open transfers are polled, in seconds")
+    stall_s: float = Field(10.0, gt=0, description="a transfer without progress for this long has failed, in seconds")
     lease_s: float = Field(30.0, gt=0, description="how long a decode worker waits before it asks the sender")
     call_timeout_s: float = Field(10.0, gt=0, description="deadline of control calls between workers, in seconds")
 

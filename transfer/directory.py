@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
 
 class PeerError(Exception):
@@ -38,16 +38,22 @@ class RayDirectory:
     async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
         """See `Directory`."""
         try:
-            handle = self._handles.get(name)
-            if handle is None:
-                handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
-                self._handles[name] = handle
-            return await asyncio.wait_for(getattr(handle, method).remote(*args), timeout)
+            return await asyncio.wait_for(self._call(name, method, args), timeout)
         except RayTaskError as error:
             raise PeerError(f"{name}.{method}: {error.cause!r}") from error
         except (asyncio.TimeoutError, GetTimeoutError):
             raise PeerTimeout(f"{name}.{method}: no answer within {timeout:.1f} s") from None
+        except ActorUnavailableError as error:
+            # The network failed, not the actor: it may still be at work.
+            raise PeerTimeout(f"{name}.{method}: {error}") from error
         except (RayActorError, ValueError) as error:
             # The name may belong to a new life of the actor by now: look it up again next time.
             self._handles.pop(name, None)
             raise PeerDead(f"{name}.{method}: {type(error).__name__}") from error
+
+    async def _call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
+        handle = self._handles.get(name)
+        if handle is None:
+            handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+            self._handles[name] = handle
+        return await getattr(handle, method).remote(*args)

@@ -174,6 +174,8 @@ class WorkerStatus:
     resident_bytes: int
     block_size: int
     max_model_len: int
+    vocab_size: int
+    fingerprint: str
 
     @property
     def hit_rate(self) -> float:

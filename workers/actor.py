@@ -7,9 +7,11 @@ and `cancel_transfer`. Tokens go to the request's gateway by `deliver`, one mess
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
@@ -27,7 +29,7 @@ from transfer.directory import Directory, PeerDead, PeerError
 from transfer.messages import Delta, Outcome, Peer, Request, Reservation, Reserve, WorkerStatus
 from transfer.nixl_transport import NixlTransport
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Reserved, StepResult
+from workers.engine.engine import Engine, Reserved, StepPlan, StepResult
 from workers.engine.model import Model, describe
 from workers.loop import Loop
 from workers.transfer import Event, TransferLoop
@@ -35,9 +37,13 @@ from workers.transfer import Event, TransferLoop
 _log = logging.getLogger(__name__)
 IDLE_RETRY_S = 0.01
 """Pause of an engine whose queued work cannot run yet."""
+SWITCH_INTERVAL_S = 0.0005
+"""How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
 SETTLE_RETRY_S = 0.25
+SETTLE_RETRY_MAX_S = 10.0
 WATCH_INTERVAL_S = 0.5
 GATEWAY_TIMEOUT_S = 5.0
+GATEWAY_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -48,6 +54,7 @@ class _Job:
     deadline: float
     outcome: asyncio.Future[Outcome] | None = None
     decode: str | None = None
+    reserving: bool = False
     reserved: asyncio.Future[Reserved] | None = None
 
 
@@ -74,7 +81,9 @@ class Worker:
 
     async def start(self) -> WorkerStatus:
         """Load the model and begin to serve. Raises StartError, ModelUnsupported or ValueError for what cannot work."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         await asyncio.to_thread(self._load)
+        gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._loop = asyncio.get_running_loop()
         self._engine_loop.start()
         self._transfer_loop.start()
@@ -95,7 +104,7 @@ class Worker:
         self._self = transport.describe(self.name, self.incarnation)
         self._transfer_loop = TransferLoop(
             transport,
-            Sender(transport, self.incarnation, memory.checksum),
+            Sender(transport, self.incarnation, memory.checksum, transfer.stall_s),
             Receiver(self.incarnation, memory.checksum),
             transfer.poll_interval_s,
             self._on_transfer_event,
@@ -131,6 +140,8 @@ class Worker:
             resident_bytes=psutil.Process().memory_info().rss,
             block_size=engine.cache.block_size,
             max_model_len=engine.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            fingerprint=engine.memory.layout.fingerprint,
         )
 
     # --- what gateways call -------------------------------------------------------------------------------------
@@ -213,11 +224,11 @@ class Worker:
         return Reservation(self.incarnation, reserved.first_block, reserved.blocks)
 
     async def transfer_failed(self, lease_id: str, reason: str) -> bool:
-        """The sender gives up and has nothing in flight: compute here. False when nothing waits for the transfer."""
+        """The sender gives up and has nothing in flight: compute here. False when the request is not wanted here."""
         lease = await self._on_transfer(lambda loop: loop.receiver.quarantine(lease_id))
-        if lease is None:
-            return False
-        return await self._recompute(lease, reason)
+        if lease is not None:
+            await self._recompute(lease, reason)
+        return lease_id in self._jobs
 
     async def transfer_active(self, lease_id: str) -> bool:
         """Whether this worker may still write under a lease it was given."""
@@ -240,17 +251,23 @@ class Worker:
         if not self._engine.has_work:
             return None
         try:
-            result = self._engine.step()
+            plan = self._engine.plan()
+            if plan.started or plan.reserved:
+                # Before the step runs, so that the decode worker's answer comes while a long prompt is computed.
+                self._to_front(self._on_plan, plan)
+            result = self._engine.run(plan.works)
         except Exception as error:
             _log.exception("engine step failed")
             failed = [Delta(one, 0, (), 0, error=f"engine: {error}") for one in self._engine.drop_running()]
-            result = StepResult(ran=True, deltas=failed)
+            plan, result = StepPlan(), StepResult(deltas=failed)
+        if result.deltas:
+            self._to_front(self._on_deltas, result.deltas)
         for made in result.produced:
             offer = partial(self._transfer_loop.sender.offer, made.request_id, made.chunk, made.ending)
             self._transfer_loop.call(offer)
-        if result.started or result.reserved or result.deltas:
-            self._to_front(self._on_step, result)
-        return 0 if result.ran else IDLE_RETRY_S
+            if made.ending is not None:
+                self._to_front(self._reserve_once, made.request_id)
+        return 0 if plan.works else IDLE_RETRY_S
 
     # --- transfer thread ----------------------------------------------------------------------------------------
 
@@ -280,22 +297,23 @@ class Worker:
     async def _on_transfer(self, function: Callable[[TransferLoop], Any]) -> Any:
         return await asyncio.wrap_future(self._transfer_loop.call(lambda: function(self._transfer_loop)))
 
-    def _on_step(self, result: StepResult) -> None:
-        for request_id in result.started:
-            if (job := self._jobs.get(request_id)) is not None:
-                self._spawn(self._reserve_remote(job))
-        for reserved in result.reserved:
+    def _on_plan(self, plan: StepPlan) -> None:
+        for request_id in plan.started:
+            self._reserve_once(request_id)
+        for reserved in plan.reserved:
             job = self._jobs.get(reserved.request_id)
             if job is not None and job.reserved is not None and not job.reserved.done():
                 job.reserved.set_result(reserved)
+
+    def _on_deltas(self, deltas: list[Delta]) -> None:
         by_gateway: dict[str, list[Delta]] = defaultdict(list)
-        for delta in result.deltas:
+        for delta in deltas:
             if (job := self._jobs.get(delta.request_id)) is not None:
                 by_gateway[job.request.gateway].append(delta)
                 if delta.finish_reason is not None or delta.error is not None:
                     self._finish(job, delta)
-        for gateway, deltas in by_gateway.items():
-            self._spawn(self._deliver(gateway, deltas))
+        for gateway, some in by_gateway.items():
+            self._spawn(self._deliver(gateway, some))
 
     def _finish(self, job: _Job, delta: Delta) -> None:
         """The engine is done with a request; a hand-off that ended on its first token has nothing to send."""
@@ -311,7 +329,6 @@ class Worker:
         if isinstance(event, Accepted):
             self._spawn(self._accept(event))
         elif isinstance(event, Refused):
-            _log.warning("request %s: transfer refused: %s", event.lease.lease_id, event.reason)
             self._spawn(self._recompute(event.lease, event.reason))
         else:
             if isinstance(event, SendFailed) and not event.drained:
@@ -320,8 +337,16 @@ class Worker:
 
     # --- handing a prompt over, sender's side -------------------------------------------------------------------
 
+    def _reserve_once(self, request_id: str) -> None:
+        """Ask for blocks while a long prompt is computed, or behind the first token of a short one: asking takes
+        longer than its only step has to spare."""
+        job = self._jobs.get(request_id)
+        if job is not None and not job.reserving:
+            job.reserving = True
+            self._spawn(self._reserve_remote(job))
+
     async def _reserve_remote(self, job: _Job) -> None:
-        """Ask the decode worker for blocks, while the prompt is being computed."""
+        """Ask the decode worker for blocks and connect the transfer to it."""
         assert job.decode is not None
         request_id, decode = job.request.request_id, job.decode
         left = job.deadline - time.monotonic()
@@ -390,13 +415,12 @@ class Worker:
         lease, manifest = event.lease, event.manifest
         await self._on_engine(lambda e: e.accept(lease.lease_id, manifest.first_token, manifest.cached_tokens))
 
-    async def _recompute(self, lease: Lease, reason: str) -> bool:
+    async def _recompute(self, lease: Lease, reason: str) -> None:
         """The blocks of a lease are not to be trusted: compute the prompt here; they go to quarantine."""
         held = await self._on_engine(lambda engine: engine.recompute(lease.lease_id, lease.blocks))
-        if held is None:
-            return False
-        self._spawn(self._settle(lease, held))
-        return True
+        if held is not None:
+            _log.warning("request %s: %s; computing the prompt here", lease.lease_id, reason)
+            self._spawn(self._settle(lease, held))
 
     async def _release(self, request_id: str) -> None:
         """Take a request out of the engine; blocks that a peer may still write to go to quarantine first."""
@@ -408,7 +432,7 @@ class Worker:
 
     async def _settle(self, lease: Lease, held: list[int]) -> None:
         """Ask the sender until it confirms that nothing is in flight, or its life has ended; then free the blocks."""
-        timeout = self._transfer_config.call_timeout_s
+        timeout, pause = self._transfer_config.call_timeout_s, SETTLE_RETRY_S
         while True:
             try:
                 if await self._directory.call(lease.sender, "cancel_transfer", lease.lease_id, timeout=timeout):
@@ -417,7 +441,8 @@ class Worker:
                 break
             except PeerError as error:
                 _log.warning("request %s: %s", lease.lease_id, error)
-            await asyncio.sleep(SETTLE_RETRY_S)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, SETTLE_RETRY_MAX_S)
         await self._on_transfer(lambda loop: loop.receiver.close(lease.lease_id))
         await self._on_engine(lambda engine: engine.cache.end_quarantine(held))
 
@@ -451,16 +476,20 @@ class Worker:
         except PeerError as error:
             reason = str(error)
         if await self._on_transfer(lambda loop: loop.receiver.quarantine(lease.lease_id)) is not None:
-            _log.warning("request %s: %s; computing here", lease.lease_id, reason)
             await self._recompute(lease, reason)
 
     async def _deliver(self, gateway: str, deltas: list[Delta]) -> None:
-        try:
-            await self._directory.call(gateway, "deliver", deltas, timeout=GATEWAY_TIMEOUT_S)
-        except PeerDead:
-            await self._abort_gateway(gateway)
-        except PeerError as error:
-            _log.warning("%s", error)
+        """Bring tokens to a gateway. They say where they belong, so bringing them twice does no harm; a gateway that
+        takes none for a while is treated like one that is gone."""
+        for _ in range(GATEWAY_ATTEMPTS):
+            try:
+                await self._directory.call(gateway, "deliver", deltas, timeout=GATEWAY_TIMEOUT_S)
+                return
+            except PeerDead:
+                break
+            except PeerError as error:
+                _log.warning("%s", error)
+        await self._abort_gateway(gateway)
 
     async def _check_gateway(self, gateway: str) -> None:
         try:

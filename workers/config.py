@@ -38,7 +38,7 @@ class WorkerConfig(BaseModel):
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: all cores of the node")
+    threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
 
     @field_validator("kv_memory", mode="before")
     @classmethod

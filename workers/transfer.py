@@ -10,6 +10,7 @@ from transfer.messages import Peer, Reservation
 from transfer.nixl_transport import NixlTransport
 from workers.loop import Loop
 
+IDLE_POLL_S = 0.1
 Event = Sent | SendFailed | Accepted | Refused
 
 
@@ -34,14 +35,16 @@ class TransferLoop(Loop):
     def open(self, lease_id: str, reservation: Reservation, peer: Peer) -> None:
         """Connect to the receiver, if that is not done yet, and let the transfer's writes begin."""
         self.transport.connect(peer)
-        self.sender.open(lease_id, reservation, peer.agent)
+        self.sender.connect(lease_id, reservation, peer.agent)
 
     def _poll(self) -> float | None:
-        if not (self.sender.busy or self.receiver.waiting):
+        if not (self.sender.open or self.receiver.waiting):
             return None
         for agent, message in self.transport.receive():
             if (judged := self.receiver.on_notification(agent, message)) is not None:
                 self._on_event(judged)
         for event in self.sender.step(time.monotonic()):
             self._on_event(event)
-        return self._poll_interval_s
+        # Between chunks the sender only has deadlines to watch, and each look costs the engine thread a moment.
+        busy = self.sender.moving or self.receiver.waiting
+        return self._poll_interval_s if busy else IDLE_POLL_S

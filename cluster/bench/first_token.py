@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 import random
 import time
+from http.client import HTTPConnection
 from statistics import median
 
 import torch
-from openai import AsyncOpenAI
 
-from cluster.bench.load import one
 from cluster.bench.report import Check, Report
 from cluster.bench.shared_prefix import WORD_IDS
 from cluster.config import ClusterConfig
@@ -21,6 +20,27 @@ from workers.engine.engine import Engine
 from workers.engine.model import Model, describe
 
 MAX_ADDED_MS = 15.0
+
+
+class _Client:
+    """A plain HTTP client on one connection: what a client library spends on its own side is not the cluster's."""
+
+    def __init__(self, port: int, model: str, prompt: list[int]) -> None:
+        self._connection = HTTPConnection("127.0.0.1", port)
+        wanted = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+        self._body = json.dumps({**wanted, "stream": True, "return_token_ids": True}).encode()
+
+    def first_token_s(self) -> float:
+        """Seconds from sending the request to its first event; reads the stream to its end."""
+        start = time.perf_counter()
+        self._connection.request("POST", "/v1/completions", self._body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        first = answer.readline()
+        taken = time.perf_counter() - start
+        if answer.status != 200 or not first.startswith(b"data: {"):
+            raise RuntimeError(f"{answer.status}: {first[:200]!r}")
+        answer.read()
+        return taken
 
 
 class _EngineAlone:
@@ -36,7 +56,7 @@ class _EngineAlone:
         request = Request(str(self._count), pack_tokens(prompt), SamplingParams(1, temperature=0), "", 0.0)
         start = time.perf_counter()
         self._engine.add(request)
-        while not self._engine.step().deltas:
+        while not self._engine.run(self._engine.plan().works).deltas:
             pass
         return time.perf_counter() - start
 
@@ -54,7 +74,13 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         engine = _EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(*WORD_IDS) for _ in range(prompt_tokens)]
-        alone, through = asyncio.run(_measure(cluster, describe(model), engine, prompt, requests))
+        client = _Client(cluster.port, describe(model), prompt)
+        alone, through = [], []
+        for number in range(requests + 3):
+            with_cluster, without = client.first_token_s(), engine.first_token_s(prompt)
+            if number >= 3:  # the first ones open connections and fill caches
+                through.append(with_cluster)
+                alone.append(without)
     finally:
         cluster.stop()
         disconnect()
@@ -65,17 +91,3 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
     }
     checks = [Check("added by the cluster", added, "ms", MAX_ADDED_MS, at_least=False)]
     return Report({"prompt": prompt_tokens, "requests": requests, "model": describe(model)}, results, checks)
-
-
-async def _measure(
-    cluster: Cluster, model: str, engine: _EngineAlone, prompt: list[int], requests: int
-) -> tuple[list[float], list[float]]:
-    alone, through = [], []
-    async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
-        for number in range(requests + 3):
-            timing = await one(client, model, prompt, output=2)
-            own = engine.first_token_s(prompt)
-            if number >= 3:  # the first ones open connections and fill caches
-                through.append(timing.first_token_s)
-                alone.append(own)
-    return alone, through

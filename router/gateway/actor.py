@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -69,6 +71,7 @@ class Gateway:
         self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
         while not self._server.started:
             await asyncio.sleep(0.01)
+        gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
 
     def _limits(self, statuses: list[WorkerStatus]) -> Limits:
@@ -79,7 +82,8 @@ class Gateway:
             model=first.model,
             max_model_len=min(one.max_model_len for one in statuses),
             block_size=first.block_size,
-            root=root_key(first.model),
+            vocab_size=first.vocab_size,
+            root=root_key(first.fingerprint),
         )
 
     async def deliver(self, deltas: list[Delta]) -> None:
@@ -96,7 +100,8 @@ class Gateway:
 
     async def statuses(self) -> list[WorkerStatus]:
         """What the workers last said of themselves, the dead ones included."""
-        return [one.status for one in self._view.workers.values() if one.status is not None]
+        views = [one for one in self._view.workers.values() if one.status is not None]
+        return [one.status if one.alive else replace(one.status, state="dead") for one in views if one.status]
 
     async def drain(self) -> int:
         """Become unready, let running requests finish for a while, then close; returns how many were cut off."""
@@ -129,6 +134,6 @@ class Gateway:
             if self._view.workers[name].alive:
                 _log.warning("worker %s died: %s", name, error)
                 self._view.mark_dead(name)
-                self._dispatcher.worker_died(name)
+            self._dispatcher.worker_died(name)
         except PeerError as error:
             _log.warning("%s", error)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from router.config import GatewayConfig, RouterConfig
 from router.gateway.errors import failed, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
-from transfer.directory import Directory, PeerError
+from transfer.directory import Directory, PeerDead, PeerError
 from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
 from transfer.prefix import PrefixChain
 
@@ -59,6 +59,7 @@ class _Attempt:
     ticket: Ticket
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     finished: bool = False
+    handed_off: bool = False
 
     @property
     def workers(self) -> frozenset[str]:
@@ -87,9 +88,9 @@ class Dispatcher:
                 attempt.queue.put_nowait(delta)
 
     def worker_died(self, name: str) -> None:
-        """Fail what this worker had a part in."""
+        """Fail what this worker still had a part in."""
         for attempt in self._attempts.values():
-            if name in attempt.workers:
+            if name in attempt.workers and not (attempt.handed_off and name == attempt.plan.prefill):
                 attempt.queue.put_nowait(AttemptFailed(f"{name} died", frozenset([name])))
 
     def shut_down(self) -> None:
@@ -165,10 +166,15 @@ class Dispatcher:
                 outcome: Outcome = await self._directory.call(
                     name, "generate", request, attempt.plan.decode, timeout=request.timeout_s + ABORT_TIMEOUT_S
                 )
+            except PeerDead:
+                self._router.view.mark_dead(name)
+                self.worker_died(name)
+                return
             except PeerError as error:
                 attempt.queue.put_nowait(AttemptFailed(str(error), frozenset([name])))
                 return
             attempt.ticket.computed()
+            attempt.handed_off = outcome.status == "handed off"
             if outcome.status == "failed":
                 attempt.queue.put_nowait(AttemptFailed(outcome.error or "failed", attempt.workers))
             if outcome.status != "busy" or request.request_id not in self._attempts:
@@ -185,7 +191,7 @@ class Dispatcher:
     async def _ordered(self, attempt: _Attempt, deadline: float) -> AsyncGenerator[Delta, None]:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""
         waiting: dict[int, Delta] = {}
-        position = 0
+        given: list[int] = []
         while True:
             try:
                 item = await asyncio.wait_for(attempt.queue.get(), max(0.0, deadline - time.monotonic()))
@@ -195,9 +201,14 @@ class Dispatcher:
                 raise item
             if item.error is not None:
                 raise AttemptFailed(item.error, attempt.workers)
+            again = given[item.start : item.start + len(item.tokens)]
+            if again and tuple(again) != item.tokens:
+                # Prefill and decode worker both sampled this token and rounding made them differ. Whoever continues
+                # must continue from what the client has seen.
+                raise AttemptFailed("two workers disagree about a token", frozenset())
             waiting[item.start] = item
-            while (delta := waiting.pop(position, None)) is not None:
-                position += len(delta.tokens)
+            while (delta := waiting.pop(len(given), None)) is not None:
+                given.extend(delta.tokens)
                 yield delta
 
     def _end(self, attempt: _Attempt) -> None:

@@ -97,7 +97,8 @@ class Message(BaseModel):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content or ""}
+        named = {"name": self.name} if self.name is not None else {}
+        return {"role": self.role, "content": content or "", **named}
 
 
 class ChatRequest(_Common):

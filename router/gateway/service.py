@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -24,11 +23,12 @@ COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers serve: model name, longest sequence in tokens, block size in tokens, prefix root key."""
+    """What the workers serve: model name, longest sequence and block in tokens, vocabulary, prefix root key."""
 
     model: str
     max_model_len: int
     block_size: int
+    vocab_size: int
     root: bytes
 
 
@@ -155,9 +155,9 @@ class Service:
 
     def _known(self, tokens: list[int], field: str) -> list[int]:
         for position, token in enumerate(tokens):
-            if not 0 <= token < self._text.vocab_size:
+            if not 0 <= token < self.limits.vocab_size:
                 raise invalid(
-                    f"{field}.{position}: token id {token} is outside the vocabulary of {self._text.vocab_size}", field
+                    f"{field}.{position}: token id {token} is outside the vocabulary of {self.limits.vocab_size}", field
                 )
         return tokens
 
@@ -212,8 +212,3 @@ def _piece(index: int, output: Output, stream: TextStream) -> Piece:
     if stream.stopped:
         finish = "stop"
     return Piece(index, text, output.tokens[:used], output.cached_tokens, finish)
-
-
-def fingerprint(model: str) -> str:
-    """A short stable name for the weights, as OpenAI's `system_fingerprint`."""
-    return "fp_" + hashlib.blake2b(model.encode(), digest_size=5).hexdigest()

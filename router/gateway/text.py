@@ -19,7 +19,6 @@ class Text:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
-        self.vocab_size = len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the model puts around a text."""

@@ -20,7 +20,7 @@ class Pair:
     def __init__(self, blocks: tuple[int, ...] = (4, 2, 9), first_block: int = 0) -> None:
         self.network = Network(pools={"P": {i: b"P%d" % i for i in range(20)}, "D": {i: b"D%d" % i for i in range(20)}})
         self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
-        self.sender = Sender(self.p, 7, self.checksum("P"))
+        self.sender = Sender(self.p, 7, self.checksum("P"), stall_s=1000)
         self.receiver = Receiver(8, self.checksum("D"))
         self.lease = Lease("r", "p", "P", 7, first_block, blocks, DEADLINE)
         self.reservation = Reservation(8, first_block, blocks)
@@ -34,7 +34,7 @@ class Pair:
 
     def reserve(self) -> None:
         self.receiver.open(self.lease)
-        self.sender.open("r", self.reservation, "D")
+        self.sender.connect("r", self.reservation, "D")
 
     def offer_all(self) -> None:
         """Three blocks in two chunks."""
@@ -75,7 +75,7 @@ def test_a_prompt_arrives() -> None:
     assert isinstance(accepted, Accepted)
     assert (accepted.lease, accepted.manifest.first_token, accepted.manifest.cached_tokens) == (pair.lease, 5, 16)
     assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"]
-    assert not pair.sender.busy
+    assert not pair.sender.open
     assert not pair.receiver.waiting
     assert pair.receiver.close("r") is None
 
@@ -175,7 +175,7 @@ def test_cancelled_before_anything_was_posted() -> None:
     pair.reserve()
     pair.offer_all()
     assert pair.step() == [SendFailed("r", "client left", drained=True)]
-    assert not pair.sender.busy
+    assert not pair.sender.open
 
 
 def test_a_reservation_that_comes_after_the_end_is_ignored() -> None:
@@ -185,7 +185,7 @@ def test_a_reservation_that_comes_after_the_end_is_ignored() -> None:
     pair.reserve()
     pair.offer_all()
     assert pair.settle() == []
-    assert not pair.sender.busy
+    assert not pair.sender.open
     assert pair.on_d(4) == [b"D4"]
 
 
@@ -201,7 +201,7 @@ def test_the_deadline_without_a_reservation() -> None:
     pair.offer_all()
     assert pair.step(DEADLINE) == []
     (failed,) = pair.step(DEADLINE + 1)
-    assert failed == SendFailed("r", "transfer deadline exceeded", drained=True)
+    assert failed == SendFailed("r", "deadline exceeded", drained=True)
 
 
 def test_the_deadline_with_a_write_in_flight_is_no_promise() -> None:
@@ -210,8 +210,8 @@ def test_the_deadline_with_a_write_in_flight_is_no_promise() -> None:
     pair.reserve()
     pair.sender.offer("r", Chunk(0, (10,)))
     assert pair.settle() == []
-    assert pair.step(DEADLINE + 1) == [SendFailed("r", "transfer deadline exceeded", drained=False)]
-    assert not pair.sender.busy
+    assert pair.step(DEADLINE + 1) == [SendFailed("r", "deadline exceeded", drained=False)]
+    assert not pair.sender.open
 
 
 def test_a_cancelled_transfer_whose_write_never_ends() -> None:
@@ -428,7 +428,7 @@ def test_transfers_do_not_disturb_each_other() -> None:
     other = dataclasses.replace(pair.lease, lease_id="s", blocks=(1,))
     pair.sender.start("s", DEADLINE)
     pair.receiver.open(other)
-    pair.sender.open("s", Reservation(8, 0, (1,)), "D")
+    pair.sender.connect("s", Reservation(8, 0, (1,)), "D")
     pair.sender.offer("s", Chunk(0, (15,)), ENDING)
     pair.sender.cancel("r", "client left")
     pair.offer_all()

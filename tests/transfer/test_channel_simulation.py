@@ -42,7 +42,7 @@ class World:
         empty = dict.fromkeys(range(BLOCKS), b"")
         self.network = Network(pools={"P": dict(empty), "D": dict(empty), "Q": dict(empty)}, hold=True)
         self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
-        self.sender = Sender(self.p, 1, self.checksum("P"))
+        self.sender = Sender(self.p, 1, self.checksum("P"), stall_s=1000)
         self.receiver = Receiver(2, self.checksum("D"))
         self.free = {"P": set(range(BLOCKS)), "D": set(range(BLOCKS))}
         self.transfers: dict[str, Transfer] = {}
@@ -117,7 +117,7 @@ class World:
         if waiting := [one for one in self.transfers.values() if one.reservation is not None]:
             one = self.draw.choice(waiting)
             assert one.reservation is not None
-            self.sender.open(one.lease_id, one.reservation, "D")
+            self.sender.connect(one.lease_id, one.reservation, "D")
             one.reservation = None
 
     def deliver(self) -> None:
@@ -261,7 +261,7 @@ class World:
                 assert isinstance(one.sent, SendFailed)
                 assert not one.sent.drained
                 self.end(one)
-        assert not self.sender.busy
+        assert not self.sender.open
         assert not self.receiver.waiting
         for one in self.transfers.values():
             assert one.sent is not None

@@ -205,9 +205,9 @@ def test_a_whole_transfer_between_two_processes() -> None:
     p = Worker("p/7", 1)
     peer = mine.recv()
     p.transport.connect(peer)
-    sender = Sender(p.transport, 7, p.memory.checksum)
+    sender = Sender(p.transport, 7, p.memory.checksum, stall_s=10)
     sender.start("r", time.monotonic() + TIMEOUT_S)
-    sender.open("r", Reservation(8, 1, (9, 3, 4)), peer.agent)
+    sender.connect("r", Reservation(8, 1, (9, 3, 4)), peer.agent)
     sender.offer("r", Chunk(0, (10, 11)))
     sender.offer("r", Chunk(2, (2, 3)), Ending(42, 0))
     assert until(lambda: sender.step(time.monotonic()), p) == [Sent("r")]

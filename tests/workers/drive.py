@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from transfer.channel import Chunk, Ending
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Reserved, StepResult
+from workers.engine.engine import Engine, Produced, Reserved
 from workers.engine.model import Model
 from workers.kv.pool import FREE
 
@@ -44,11 +45,22 @@ def poison(one: Engine) -> None:
             part[block * size : (block + 1) * size] = torch.nan
 
 
-def step(one: Engine) -> StepResult:
+@dataclass
+class Step:
+    """A plan and what running it brought."""
+
+    started: list[str]
+    reserved: list[Reserved]
+    produced: list[Produced]
+    deltas: list[Delta]
+
+
+def step(one: Engine) -> Step:
     """One step, after which free blocks hold nothing."""
-    result = one.step()
+    plan = one.plan()
+    result = one.run(plan.works)
     poison(one)
-    return result
+    return Step(plan.started, plan.reserved, result.produced, result.deltas)
 
 
 def finish(one: Engine, wanted: Iterable[str], deltas: list[Delta]) -> None:
@@ -127,7 +139,7 @@ class HandOff:
                 return self.ending
         raise AssertionError("the prompt was never finished")
 
-    def take(self, made: StepResult) -> None:
+    def take(self, made: Step) -> None:
         """What P's step produced; it is copied once D has reserved."""
         for one in made.produced:
             if one.request_id == self.request.request_id:

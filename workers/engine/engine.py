@@ -1,4 +1,4 @@
-"""The engine: one step is schedule, run, sample, report. Single-threaded and without I/O.
+"""The engine: one step is plan, run, sample, report. Single-threaded and without I/O.
 
 A request is added in one of two ways. `add`: compute the prompt and, unless it is handed off, generate the answer.
 `reserve`: keep blocks for a prompt that a peer computes; `accept` starts decoding once they are filled, `recompute`
@@ -47,14 +47,20 @@ class Reserved:
 
 
 @dataclass(slots=True)
-class StepResult:
-    """What a step did: hand-offs that began to run, blocks that became final, reservations served, new tokens.
-    `ran` is false when there was nothing that could be computed."""
+class StepPlan:
+    """What the next step will compute, the hand-offs that will be at it for more than this step, and reservations
+    that were served."""
 
-    ran: bool = False
+    works: list[Work] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
-    produced: list[Produced] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought: blocks that became final and new tokens."""
+
+    produced: list[Produced] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
 
 
@@ -152,18 +158,24 @@ class Engine:
         """Forget a request at any stage; private blocks in `quarantine` are kept from reuse and returned."""
         return self._drop(request_id, quarantine)
 
-    def step(self) -> StepResult:
-        """Run one step. Nothing happens when nothing can run."""
-        result = StepResult()
-        self._serve_reservations(result)
-        works, admitted = self._scheduler.schedule()
+    def plan(self) -> StepPlan:
+        """Serve reservations and decide what to compute. The plan must be run before anything else changes."""
+        plan = StepPlan()
+        self._serve_reservations(plan)
+        plan.works, admitted = self._scheduler.schedule()
         for sequence in admitted:
             self._count(sequence)
-            if sequence.hand_off:
-                result.started.append(sequence.id)
+        for work in plan.works:
+            one = work.sequence
+            if one.hand_off and one.offered_blocks == 0 and work.count < one.remaining:
+                plan.started.append(one.id)
+        return plan
+
+    def run(self, works: list[Work]) -> StepResult:
+        """Compute the works of a plan."""
+        result = StepResult()
         if not works:
             return result
-        result.ran = True
         batch = build(works, self.cache.block_size, self.model.device)
         logits = self.model.forward(batch, self._backend)
         ready = [work.sequence for work in works if work.sequence.computed + work.count == work.sequence.length]
@@ -190,7 +202,7 @@ class Engine:
         sampling = SamplingParams(min(2, self.max_model_len - prompt), temperature=0, ignore_eos=True)
         self.add(Request("warm-up", pack_tokens([0] * prompt), sampling, "", 0.0))
         while self.has_work:
-            self.step()
+            self.run(self.plan().works)
         self.cache.clear()
         self.prompt_tokens = self.cached_tokens = 0
 
@@ -204,14 +216,15 @@ class Engine:
         sequence = self._sequences[request.request_id] = Sequence(request, hand_off)
         return sequence
 
-    def _serve_reservations(self, result: StepResult) -> None:
-        while self._reservations:
+    def _serve_reservations(self, plan: StepPlan) -> None:
+        # What was preempted, or has to be computed here, goes first: its client has waited longer.
+        while self._reservations and not self._scheduler.waiting:
             sequence = self._reservations[0]
             if not self.cache.admit(sequence, sequence.prompt_length, whole=True):
                 return
             self._reservations.popleft()
             blocks = tuple(sequence.blocks[sequence.shared_blocks :])
-            result.reserved.append(Reserved(sequence.id, sequence.shared_blocks, blocks))
+            plan.reserved.append(Reserved(sequence.id, sequence.shared_blocks, blocks))
 
     def _count(self, sequence: Sequence) -> None:
         """Hit statistics, once a request: what is computed again after a preemption is not a hit."""
