@@ -1,6 +1,5 @@
 # Everything here needs only make and a Python >= 3.10; `make help` lists the targets.
 PYTHON ?= python3
-MODEL ?= smollm2-135m-instruct
 ARGS ?=
 
 BIN := .venv/bin
@@ -13,7 +12,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv, install the package, pull the default model (a second run skips what is done)
-	@$(BIN)/headwater model pull $(MODEL) >/dev/null
+	@$(BIN)/headwater model pull >/dev/null
 
 # The stamp is touched last, so an interrupted install is done again; pip skips what is already there.
 $(STAMP): pyproject.toml constraints.txt

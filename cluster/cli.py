@@ -31,7 +31,7 @@ Headwater is ready: {model} on {url}
   curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a headwater?"}}], "max_tokens": 64}}'
 
-  python -c 'from openai import OpenAI; client = OpenAI(base_url="{url}/v1", api_key="none"); \
+  {python} -c 'from openai import OpenAI; client = OpenAI(base_url="{url}/v1", api_key="none"); \
 print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
@@ -100,7 +100,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         _on_signals(signal.SIG_IGN)
         disconnect()
         raise
-    typer.echo(READY.format(model=cluster.statuses()[0].model, url=cluster.url))
+    typer.echo(READY.format(python=sys.executable, model=cluster.statuses()[0].model, url=cluster.url))
     try:
         code = _wait(cluster, stop)
     finally:

@@ -117,8 +117,12 @@ class NixlTransport:
                 _indices(remote, self._regions, target.blocks),
                 notify,
             )
+        except Exception as error:
+            raise TransportError(f"write to {agent} cannot be prepared: {error}") from error
+        try:
             state = self._agent.transfer(handle)
         except Exception as error:
+            self.release(handle)
             raise TransportError(f"write to {agent} failed: {error}") from error
         if state == "ERR":
             handle.release()

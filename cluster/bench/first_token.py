@@ -11,7 +11,6 @@ from statistics import median
 import torch
 
 from cluster.bench.report import Check, Report
-from cluster.bench.shared_prefix import WORD_IDS
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, connect, disconnect
 from cluster.models import resolve
@@ -73,7 +72,7 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         torch.set_num_threads(worker.threads or torch.get_num_threads())
         engine = _EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
         draw = random.Random(0)
-        prompt = [draw.randrange(*WORD_IDS) for _ in range(prompt_tokens)]
+        prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
         client = _Client(cluster.port, describe(model), prompt)
         alone, through = [], []
         for number in range(requests + 3):

@@ -133,6 +133,8 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.stage is not Stage.INCOMING:
             return False
+        self.prompt_tokens += sequence.prompt_length
+        self.cached_tokens += min(sequence.computed, sequence.prompt_length)
         sequence.cached_tokens = cached_tokens
         sequence.computed = sequence.prompt_length
         sequence.append(first_token)

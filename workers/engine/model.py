@@ -135,7 +135,10 @@ class Model:
         probe = _Probe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         batch = Batch(one, one, one[0], [], one[0])
-        self.forward(batch, probe)
+        try:
+            self.forward(batch, probe)
+        except Exception as error:  # model code that does not know packed batches fails in its own ways
+            raise ModelUnsupported(f"{self.config.model_type}: a packed batch fails: {error}") from error
         expected = int(self.config.get_text_config().num_hidden_layers)
         if sorted(probe.layers) != list(range(expected)):
             raise ModelUnsupported(
