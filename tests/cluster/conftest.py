@@ -13,6 +13,7 @@ from cluster.models import DEFAULT_MODEL, resolve
 from tests import model_zoo
 
 Launch = Callable[..., Cluster]
+PAIR_CONTEXT = 2048
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +59,7 @@ def launch(local_ray: None) -> Iterator[Launch]:
 @pytest.fixture(scope="session")
 def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
     """One prefill and one decode worker over SmolLM2, for tests that leave no traces."""
-    made = Cluster(settings(), smollm, "test-pair")
+    made = Cluster(settings(worker__max_model_len=PAIR_CONTEXT), smollm, "test-pair")
     made.start()
     yield made
     made.stop()

@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_alive, assert_balance
+from tests.cluster.conftest import PAIR_CONTEXT
 
 MODEL = "smollm2-135m-instruct"
-CONTEXT = 8192
+CONTEXT = PAIR_CONTEXT
 VOCABULARY = 49152
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -19,6 +19,7 @@ from transfer.layout import LayerGeometry
 from workers.engine import attention
 from workers.engine.attention import AttentionOptions, Backend, ModelUnsupported
 from workers.engine.batch import Batch
+from workers.engine.linear import pack
 from workers.kv.memory import DTYPES
 
 
@@ -112,6 +113,7 @@ class Model:
             path, config=self.config, dtype=DTYPES[self.dtype], attn_implementation=attention.IMPLEMENTATION
         )
         self._module.to(self.device).eval()
+        pack(self._module)
         self.eos = eos_tokens(path, self.config)
         self.vocab_size = int(self.config.get_text_config().vocab_size)
         self.identity = identity(path)

@@ -131,14 +131,11 @@ class TorchBackend:
         lse = torch.full((total, heads), -torch.inf, dtype=torch.float32)
         for span in self._chunks:
             rows = slice(span.row, span.row + span.count)
-            q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in (query, key, value))
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in _widened(query[rows], key[rows], value[rows]))
             part, part_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
-            output[rows], lse[rows] = part[0].transpose(0, 1), part_lse[0].transpose(0, 1)
+            output[rows], lse[rows] = part[0].transpose(0, 1).to(output.dtype), part_lse[0].transpose(0, 1)
         for context in (*self._own, *self._shared):
-            q = query[context.rows]
-            k, v = keys[context.slots], values[context.slots]
-            if len(q) >= WIDEN_MIN_ROWS and not torch.cpu._is_amx_tile_supported():
-                q, k, v = q.float(), k.float(), v.float()
+            q, k, v = _widened(query[context.rows], keys[context.slots], values[context.slots])
             part, part_lse = _attend_all(q, k, v, options.scaling)
             if context.first:
                 output[context.rows], lse[context.rows] = part.to(output.dtype), part_lse
@@ -186,6 +183,15 @@ class TorchBackend:
             weights = torch.softmax(scores, dim=-1)[..., : stop - begin]
             parts.append(torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1))
         return torch.cat(parts).to(query.dtype)
+
+
+def _widened(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same in float32, where that is faster; see WIDEN_MIN_ROWS."""
+    if len(query) < WIDEN_MIN_ROWS or torch.cpu._is_amx_tile_supported():
+        return query, keys, values
+    return query.float(), keys.float(), values.float()
 
 
 def _attend_all(
