@@ -6,8 +6,9 @@ import json
 import signal
 import socket
 import sys
-import threading
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Annotated, Any
 
 import typer
@@ -81,12 +82,13 @@ def serve(
 
 
 def _serve(settings: ClusterConfig, address: str | None) -> None:
-    stop = threading.Event()
+    stop: SimpleQueue[None] = SimpleQueue()
     _on_signals(_interrupt)
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
     from cluster.launch import Cluster, connect, disconnect
+    from cluster.models import served_name
 
     status = _errors.status("starting Ray")
     try:
@@ -95,13 +97,13 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
             _on_signals(_interrupt)  # Ray has installed its own
             cluster = Cluster(settings, path)
             cluster.start(progress=status.update)
-        _on_signals(lambda *_: stop.set())
+        _on_signals(lambda *_: stop.put(None))
     except BaseException:
         _on_signals(signal.SIG_IGN)
         disconnect()
         raise
-    typer.echo(READY.format(python=sys.executable, model=cluster.statuses()[0].model, url=cluster.url))
     try:
+        typer.echo(READY.format(python=sys.executable, model=served_name(settings.model.name), url=cluster.url))
         code = _wait(cluster, stop)
     finally:
         _on_signals(signal.SIG_IGN)
@@ -119,12 +121,15 @@ def _on_signals(handler: Any) -> None:
         signal.signal(one, handler)
 
 
-def _wait(cluster: Any, stop: threading.Event) -> int:
+def _wait(cluster: Any, stop: SimpleQueue[None]) -> int:
     """Wait for a signal, then drain; exit code 1 when the gateway dies by itself."""
     import ray
     from ray.exceptions import RayError
 
-    while not stop.wait(1.0):
+    while True:
+        with suppress(Empty):
+            stop.get(timeout=1.0)
+            break
         try:
             ray.get(cluster.gateway.ping.remote(), timeout=30)
         except RayError as error:

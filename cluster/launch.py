@@ -15,6 +15,7 @@ from ray.exceptions import RayError, RayTaskError
 from cluster import telemetry
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
+from cluster.models import served_name
 from router.gateway.actor import Gateway
 from transfer.directory import RayDirectory
 from transfer.messages import WorkerStatus
@@ -25,6 +26,8 @@ DEFAULT_NAME = "headwater"
 GATEWAY = "gateway-0"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Requests and tokens travel inline; the object store stays almost empty."""
+MAX_CONCURRENCY = 100_000
+"""Calls of an actor that may be open at a time: requests wait in them, and an abort must never queue behind those."""
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 2.0
 
@@ -44,6 +47,8 @@ def connect(address: str | None) -> None:
         options["address"] = address
     try:
         ray.init(**options)
+    except SystemExit:  # Ray's own handler of SIGTERM, which it installs before it has started
+        raise KeyboardInterrupt from None
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = address or "local"
         raise LaunchError(f"Ray cluster {where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
@@ -82,6 +87,9 @@ class Cluster:
             self._start_workers(progress)
             progress("starting the gateway")
             self._start_gateway()
+        except ValueError as error:  # Ray knows an actor of this name already
+            self.stop()
+            raise LaunchError(f"a cluster named {self._name!r} runs here already: {error}") from None
         except BaseException:
             self.stop()
             raise
@@ -117,8 +125,9 @@ class Cluster:
     def _start_workers(self, progress: Callable[[str], None]) -> None:
         config = self.worker_config()
         workers = self.config.workers
-        has_gpus = config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-        gpus = 1 if config.device == "cuda" or has_gpus else 0
+        model_name = served_name(self.config.model.name)
+        available = 0.0 if config.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
+        gpus = min(1.0, available / len(workers))
         for name, role in workers:
             environment = {"OMP_NUM_THREADS": str(config.threads), "TOKENIZERS_PARALLELISM": "false"}
             self._actors[name] = (
@@ -128,9 +137,10 @@ class Cluster:
                     namespace=self._name,
                     num_cpus=0,
                     num_gpus=gpus,
+                    max_concurrency=MAX_CONCURRENCY,
                     runtime_env={"env_vars": environment},
                 )
-                .remote(name, role, self._model, config, self.config.transfer, RayDirectory(self._name))
+                .remote(name, role, self._model, model_name, config, self.config.transfer, RayDirectory(self._name))
             )
         pending = [self._actors[name].start.remote() for name, _ in workers]
         until = time.monotonic() + START_TIMEOUT_S
@@ -153,7 +163,7 @@ class Cluster:
     def _start_gateway(self) -> None:
         gateway = (
             ray.remote(Gateway)
-            .options(name=GATEWAY, namespace=self._name, num_cpus=0)
+            .options(name=GATEWAY, namespace=self._name, num_cpus=0, max_concurrency=MAX_CONCURRENCY)
             .remote(
                 GATEWAY,
                 self.config.workers,

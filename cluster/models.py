@@ -116,6 +116,14 @@ def resolve(model: str, progress: bool = True) -> Path:
     return _from_hub(model)
 
 
+def served_name(model: str) -> str:
+    """What clients call a model: the name or hub id it was asked for by, or the name of its directory or file."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
 def check_architecture(path: Path) -> None:
     """Raise UnsupportedArchitecture unless the engine can serve the model in directory `path` exactly."""
     from transformers import AutoConfig

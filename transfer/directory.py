@@ -6,7 +6,19 @@ import asyncio
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
+
+_DEAD = (RayActorError, ActorUnschedulableError, OutOfMemoryError, RuntimeEnvSetupError)
+"""How Ray says that an actor's process is gone or never came to be."""
 
 
 class PeerError(Exception):
@@ -46,10 +58,12 @@ class RayDirectory:
         except ActorUnavailableError as error:
             # The network failed, not the actor: it may still be at work.
             raise PeerTimeout(f"{name}.{method}: {error}") from error
-        except (RayActorError, ValueError) as error:
+        except (*_DEAD, ValueError) as error:
             # The name may belong to a new life of the actor by now: look it up again next time.
             self._handles.pop(name, None)
             raise PeerDead(f"{name}.{method}: {type(error).__name__}") from error
+        except RayError as error:
+            raise PeerError(f"{name}.{method}: {error}") from error
 
     async def _call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
         handle = self._handles.get(name)

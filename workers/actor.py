@@ -30,7 +30,7 @@ from transfer.messages import Delta, Outcome, Peer, Request, Reservation, Reserv
 from transfer.nixl_transport import NixlTransport
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Reserved, StepPlan, StepResult
-from workers.engine.model import Model, describe
+from workers.engine.model import Model
 from workers.loop import Loop
 from workers.transfer import Event, TransferLoop
 
@@ -43,7 +43,6 @@ SETTLE_RETRY_S = 0.25
 SETTLE_RETRY_MAX_S = 10.0
 WATCH_INTERVAL_S = 0.5
 GATEWAY_TIMEOUT_S = 5.0
-GATEWAY_ATTEMPTS = 3
 
 
 @dataclass(slots=True)
@@ -59,15 +58,24 @@ class _Job:
 
 
 class Worker:
-    """One engine with its ends of the KV channel. `name` is unique in the cluster among the living."""
+    """One engine with its ends of the KV channel. `name` is unique in the cluster among the living; `model` is a
+    directory and `model_name` what clients call it."""
 
     def __init__(
-        self, name: str, role: str, model: Path, config: WorkerConfig, transfer: TransferConfig, directory: Directory
+        self,
+        name: str,
+        role: str,
+        model: Path,
+        model_name: str,
+        config: WorkerConfig,
+        transfer: TransferConfig,
+        directory: Directory,
     ) -> None:
         self.name = name
         self.role = role
         self.incarnation = time.time_ns()
         self._model_path = model
+        self._model_name = model_name
         self._config = config
         self._transfer_config = transfer
         self._directory = directory
@@ -95,7 +103,6 @@ class Worker:
         config, transfer = self._config, self._transfer_config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self._model_name = describe(self._model_path)
         self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
@@ -307,13 +314,15 @@ class Worker:
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
         by_gateway: dict[str, list[Delta]] = defaultdict(list)
+        until = 0.0
         for delta in deltas:
             if (job := self._jobs.get(delta.request_id)) is not None:
                 by_gateway[job.request.gateway].append(delta)
+                until = max(until, job.deadline)
                 if delta.finish_reason is not None or delta.error is not None:
                     self._finish(job, delta)
         for gateway, some in by_gateway.items():
-            self._spawn(self._deliver(gateway, some))
+            self._spawn(self._deliver(gateway, some, until))
 
     def _finish(self, job: _Job, delta: Delta) -> None:
         """The engine is done with a request; a hand-off that ended on its first token has nothing to send."""
@@ -452,17 +461,24 @@ class Worker:
         """Look after everything that could otherwise wait for ever."""
         while True:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            now = time.monotonic()
-            for job in [job for job in self._jobs.values() if job.outcome is None and now > job.deadline]:
-                delta = Delta(job.request.request_id, 0, (), 0, error="deadline exceeded")
-                self._spawn(self._deliver(job.request.gateway, [delta]))
-                await self.abort(job.request.request_id)
-            for lease in await self._on_transfer(lambda loop: loop.receiver.overdue(time.monotonic())):
-                # The question may take as long as a lease; it is not asked twice meanwhile.
-                lease.deadline = now + 2 * self._transfer_config.lease_s
-                self._spawn(self._ask_about(lease))
-            for gateway in {job.request.gateway for job in self._jobs.values()}:
-                self._spawn(self._check_gateway(gateway))
+            try:
+                await self._look_after()
+            except Exception:
+                # Whatever went wrong once must not leave everything unwatched from then on.
+                _log.exception("%s: watch failed", self.name)
+
+    async def _look_after(self) -> None:
+        now = time.monotonic()
+        for job in [job for job in self._jobs.values() if job.outcome is None and now > job.deadline]:
+            delta = Delta(job.request.request_id, 0, (), 0, error="deadline exceeded")
+            self._spawn(self._deliver(job.request.gateway, [delta], now + GATEWAY_TIMEOUT_S))
+            await self.abort(job.request.request_id)
+        for lease in await self._on_transfer(lambda loop: loop.receiver.overdue(time.monotonic())):
+            # The question may take as long as a lease; it is not asked twice meanwhile.
+            lease.deadline = now + 2 * self._transfer_config.lease_s
+            self._spawn(self._ask_about(lease))
+        for gateway in {job.request.gateway for job in self._jobs.values()}:
+            self._spawn(self._check_gateway(gateway))
 
     async def _ask_about(self, lease: Lease) -> None:
         """A lease is overdue: extend it if the sender is still at it, otherwise do without the sender."""
@@ -478,18 +494,18 @@ class Worker:
         if await self._on_transfer(lambda loop: loop.receiver.quarantine(lease.lease_id)) is not None:
             await self._recompute(lease, reason)
 
-    async def _deliver(self, gateway: str, deltas: list[Delta]) -> None:
-        """Bring tokens to a gateway. They say where they belong, so bringing them twice does no harm; a gateway that
-        takes none for a while is treated like one that is gone."""
-        for _ in range(GATEWAY_ATTEMPTS):
+    async def _deliver(self, gateway: str, deltas: list[Delta], until: float) -> None:
+        """Bring tokens to a gateway, again and again while their requests may live: they say where they belong, so
+        that bringing them twice does no harm."""
+        while time.monotonic() < until:
             try:
                 await self._directory.call(gateway, "deliver", deltas, timeout=GATEWAY_TIMEOUT_S)
                 return
             except PeerDead:
-                break
+                await self._abort_gateway(gateway)
+                return
             except PeerError as error:
                 _log.warning("%s", error)
-        await self._abort_gateway(gateway)
 
     async def _check_gateway(self, gateway: str) -> None:
         try:

@@ -11,8 +11,10 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 
 def parse_bytes(value: int | str) -> int:
     """A size in bytes from a number or a text such as "1GiB" or "512 MB". Raises ValueError naming the text."""
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a size; write for example 1GiB or 512MiB")
     text = value.strip()
     digits = text.rstrip("KMGTIBkmgtib ")
     unit = text[len(digits) :].strip().upper() or "B"

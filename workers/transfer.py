@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from transfer.messages import Peer, Reservation
 from transfer.nixl_transport import NixlTransport
 from workers.loop import Loop
 
+_log = logging.getLogger(__name__)
 IDLE_POLL_S = 0.1
 Event = Sent | SendFailed | Accepted | Refused
 
@@ -37,10 +39,18 @@ class TransferLoop(Loop):
         self.transport.connect(peer)
         self.sender.connect(lease_id, reservation, peer.agent)
 
+    def _received(self) -> list[tuple[str, bytes]]:
+        try:
+            return self.transport.receive()
+        except Exception:
+            # Deadlines and the other transfers must go on; what is lost here is found by the leases.
+            _log.exception("receiving notifications failed")
+            return []
+
     def _poll(self) -> float | None:
         if not (self.sender.open or self.receiver.waiting):
             return None
-        for agent, message in self.transport.receive():
+        for agent, message in self._received():
             if (judged := self.receiver.on_notification(agent, message)) is not None:
                 self._on_event(judged)
         for event in self.sender.step(time.monotonic()):

@@ -13,10 +13,10 @@ import torch
 from cluster.bench.report import Check, Report
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, connect, disconnect
-from cluster.models import resolve
+from cluster.models import resolve, served_name
 from transfer.messages import Request, SamplingParams, pack_tokens
 from workers.engine.engine import Engine
-from workers.engine.model import Model, describe
+from workers.engine.model import Model
 
 MAX_ADDED_MS = 15.0
 
@@ -73,7 +73,7 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         engine = _EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
-        client = _Client(cluster.port, describe(model), prompt)
+        client = _Client(cluster.port, served_name(config.model.name), prompt)
         alone, through = [], []
         for number in range(requests + 3):
             with_cluster, without = client.first_token_s(), engine.first_token_s(prompt)
@@ -89,4 +89,6 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         "cluster": {"median first token ms": median(through) * 1000, "worst first token ms": max(through) * 1000},
     }
     checks = [Check("added by the cluster", added, "ms", MAX_ADDED_MS, at_least=False)]
-    return Report({"prompt": prompt_tokens, "requests": requests, "model": describe(model)}, results, checks)
+    return Report(
+        {"prompt": prompt_tokens, "requests": requests, "model": served_name(config.model.name)}, results, checks
+    )

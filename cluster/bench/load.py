@@ -13,6 +13,8 @@ from statistics import median
 
 import httpx
 
+from cluster.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -42,7 +44,7 @@ class Run:
         }
 
 
-class LoadError(Exception):
+class LoadError(UserError):
     """A request did not end as it should; the message has what came instead."""
 
 

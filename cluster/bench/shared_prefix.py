@@ -16,8 +16,7 @@ from cluster.bench.load import Run, many
 from cluster.bench.report import Check, Report
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, connect, disconnect
-from cluster.models import resolve
-from workers.engine.model import describe
+from cluster.models import resolve, served_name
 
 MIN_SPEEDUP = 4.1
 MAX_FIRST_TOKEN_SHARE = 0.12
@@ -50,7 +49,7 @@ def prompts(shape: Shape, seed: int, vocabulary: int) -> tuple[list[int], list[l
 
 def run(config: ClusterConfig, shape: Shape, compare: bool) -> Report:
     """Measure. With `compare`, a second cluster without prefix cache does the same work, in turns with the first."""
-    model = resolve(config.model.name)
+    model, name = resolve(config.model.name), served_name(config.model.name)
     sides = {"reuse": config}
     if compare:
         sides["no reuse"] = _without_cache(config)
@@ -69,7 +68,7 @@ def run(config: ClusterConfig, shape: Shape, compare: bool) -> Report:
 
                     def send(some: list[list[int]], output: int, url: str = cluster.url) -> Run:
                         done = lambda: progress.advance(task)  # noqa: E731
-                        return asyncio.run(many(url, describe(model), some, output, shape.concurrency, done))
+                        return asyncio.run(many(url, name, some, output, shape.concurrency, done))
 
                     send([first], 1)
                     runs[side].append(send(rest, shape.output))
@@ -78,7 +77,7 @@ def run(config: ClusterConfig, shape: Shape, compare: bool) -> Report:
             cluster.stop()
         disconnect()
     results = {side: _median(some) for side, some in runs.items()}
-    return Report({**asdict(shape), "model": describe(model)}, results, _checks(results))
+    return Report({**asdict(shape), "model": name}, results, _checks(results))
 
 
 def _without_cache(config: ClusterConfig) -> ClusterConfig:

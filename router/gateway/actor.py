@@ -57,7 +57,11 @@ class Gateway:
 
     async def start(self) -> int:
         """Begin to serve; returns the port. Raises OSError when it is taken and PeerError when no worker answers."""
-        listener = socket.create_server((self._config.host, self._config.port), backlog=1024)
+        address = (self._config.host, self._config.port)
+        try:
+            listener = socket.create_server(address, backlog=1024)
+        except OSError as error:
+            raise OSError(f"gateway.port: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from None
         names = list(self._view.workers)
         await asyncio.gather(*(self._heartbeat(name) for name in names))
         limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
@@ -69,7 +73,7 @@ class Gateway:
         self._server = uvicorn.Server(settings)
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
-        while not self._server.started:
+        while not self._server.started and not self._tasks[0].done():
             await asyncio.sleep(0.01)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])

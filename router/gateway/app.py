@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from router.gateway import metrics
 from router.gateway.answers import Answer, ChatAnswer, CompletionAnswer
@@ -113,11 +114,14 @@ def _model(service: Service) -> dict[str, Any]:
 async def _body(request: Request, limit: int) -> bytes:
     """The request's body. Raises ApiError 413 before more than `limit` bytes are held."""
     parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise ApiError(413, f"the body is larger than {limit} bytes")
-        parts.append(part)
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes")
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGone from None
     return b"".join(parts)
 
 

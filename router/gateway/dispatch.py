@@ -60,6 +60,7 @@ class _Attempt:
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     finished: bool = False
     handed_off: bool = False
+    timer: asyncio.TimerHandle | None = None
 
     @property
     def workers(self) -> frozenset[str]:
@@ -175,9 +176,13 @@ class Dispatcher:
                 return
             attempt.ticket.computed()
             attempt.handed_off = outcome.status == "handed off"
-            if outcome.status == "failed":
-                attempt.queue.put_nowait(AttemptFailed(outcome.error or "failed", attempt.workers))
-            if outcome.status != "busy" or request.request_id not in self._attempts:
+            if request.request_id not in self._attempts:
+                # The abort may have come before the call.
+                await asyncio.gather(*(self._abort(one, request.request_id) for one in attempt.workers))
+                return
+            if outcome.status in ("failed", "aborted"):
+                attempt.queue.put_nowait(AttemptFailed(outcome.error or outcome.status, attempt.workers))
+            if outcome.status != "busy":
                 return
             queued, avoid = outcome.queued, avoid | {name}
             try:
@@ -192,11 +197,12 @@ class Dispatcher:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""
         waiting: dict[int, Delta] = {}
         given: list[int] = []
+        late = failed(f"deadline of {self._config.request_timeout_s} s exceeded")
+        # Not `wait_for`: before Python 3.12 it can swallow the cancellation of a client that leaves.
+        timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), attempt.queue.put_nowait, late)
+        attempt.timer = timer
         while True:
-            try:
-                item = await asyncio.wait_for(attempt.queue.get(), max(0.0, deadline - time.monotonic()))
-            except asyncio.TimeoutError:
-                raise failed(f"deadline of {self._config.request_timeout_s} s exceeded") from None
+            item = await attempt.queue.get()
             if isinstance(item, Exception):
                 raise item
             if item.error is not None:
@@ -215,6 +221,8 @@ class Dispatcher:
         """An attempt is over: stop counting it, and stop whoever still works on it."""
         del self._attempts[attempt.request.request_id]
         attempt.ticket.close()
+        if attempt.timer is not None:
+            attempt.timer.cancel()
         if not attempt.finished:
             for name in attempt.workers:
                 self._spawn(self._abort(name, attempt.request.request_id))
@@ -228,4 +236,9 @@ class Dispatcher:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s: background task failed", self._name, exc_info=error)

@@ -12,6 +12,7 @@ from router.gateway.errors import ApiError, invalid
 
 INT64 = 2**63
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1000
 MAX_PROMPTS = 128
 
 
@@ -27,9 +28,14 @@ def _stops(value: str | list[str] | None) -> str | list[str] | None:
         raise ValueError(f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
     if not all(stops) and value != "":
         raise ValueError("must not contain an empty string")
+    if longest := max((len(stop) for stop in stops if len(stop) > MAX_STOP_CHARS), default=0):
+        raise ValueError(f"has a string of {longest} characters, at most {MAX_STOP_CHARS} are allowed")
     return value
 
 
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of any length from a client: one wrong element is reported, not each of a million."""
 Finite = Annotated[float, AfterValidator(_finite)]
 
 
@@ -53,7 +59,7 @@ class _Common(BaseModel):
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: int | None = Field(None, ge=-1, lt=INT64)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: Annotated[str | list[str] | None, AfterValidator(_stops)] = None
+    stop: Annotated[str | Items[str] | None, AfterValidator(_stops)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -89,7 +95,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Items[TextPart] | None = None
     name: str | None = None
 
     def plain(self) -> dict[str, str]:
@@ -104,7 +110,7 @@ class Message(BaseModel):
 class ChatRequest(_Common):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
     logprobs: Literal[False] | None = None
 
@@ -112,7 +118,7 @@ class ChatRequest(_Common):
 class CompletionRequest(_Common):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     logprobs: None = None
@@ -125,7 +131,7 @@ R = TypeVar("R", bound=_Common)
 def parse(kind: type[R], body: bytes) -> R:
     """A request body as `kind`. Raises ApiError 400 naming the field, the value and the limit."""
     try:
-        data = json.loads(body, parse_constant=_no_constant)
+        data = json.loads(body)
         json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise invalid("the body contains a lone surrogate, which is not text") from None
@@ -141,10 +147,6 @@ def parse(kind: type[R], body: bytes) -> R:
         raise _explain(error, data) from None
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not allowed")
-
-
 def _explain(error: ValidationError, data: dict[str, Any]) -> ApiError:
     """The first problem as one line. A union reports one problem per member; the member that got furthest into the
     value is the one the client meant."""
@@ -158,7 +160,7 @@ def _explain(error: ValidationError, data: dict[str, Any]) -> ApiError:
         return invalid(f"{path}: this parameter is not supported", path, "unsupported_parameter")
     shown = json.dumps(problem["input"], ensure_ascii=False, default=str)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return invalid(f"{path}: {problem['msg']}, got {shown}", path)
+    return invalid(f"{path}: {problem['msg'].removeprefix('Value error, ')}, got {shown}", path)
 
 
 def _depth(problem: Any, data: dict[str, Any]) -> int:

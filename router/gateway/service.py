@@ -70,6 +70,7 @@ class Service:
         """The job of a chat. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
         messages = [message.plain() for message in request.messages]
+        self._check_size(sum(len(message["content"]) for message in messages), "messages")
         tokens = await asyncio.to_thread(self._text.chat, messages)
         wanted, name = request.max_completion_tokens, "max_completion_tokens"
         if wanted is None:
@@ -141,6 +142,7 @@ class Service:
     def _prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
         """Every prompt as token ids."""
         if isinstance(prompt, str):
+            self._check_size(len(prompt), "prompt")
             return [self._text.encode(prompt)]
         if not prompt:
             raise invalid("prompt: must not be empty", "prompt")
@@ -148,10 +150,22 @@ class Service:
             return [self._known(prompt, "prompt")]
         if len(prompt) > MAX_PROMPTS:
             raise invalid(f"prompt: {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
+        for index, one in enumerate(prompt):
+            if isinstance(one, str):
+                self._check_size(len(one), f"prompt.{index}")
         return [
             self._text.encode(one) if isinstance(one, str) else self._known(one, f"prompt.{index}")  # type: ignore[arg-type]
             for index, one in enumerate(prompt)
         ]
+
+    def _check_size(self, characters: int, field: str) -> None:
+        limit = self.limits.max_model_len
+        if self._text.certainly_over(characters, limit):
+            raise invalid(
+                f"{field}: {characters} characters are more than the context of {limit} tokens can hold",
+                field,
+                "context_length_exceeded",
+            )
 
     def _known(self, tokens: list[int], field: str) -> list[int]:
         for position, token in enumerate(tokens):

@@ -19,10 +19,15 @@ class Text:
 
     def __init__(self, path: Path) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self._longest_token = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the model puts around a text."""
         return list(self._tokenizer(text)["input_ids"])
+
+    def certainly_over(self, characters: int, tokens: int) -> bool:
+        """Whether a text of so many characters cannot fit into so many tokens, told without tokenizing it."""
+        return characters > tokens * self._longest_token
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         """Token ids of a chat up to where the assistant answers. Raises ApiError 400 with the template's refusal."""

@@ -40,7 +40,8 @@ def at_rest(pair: Cluster):  # type: ignore[no-untyped-def]
 
 
 def complete(http: httpx.Client, **body: object) -> httpx.Response:
-    return http.post("/v1/completions", json={"model": MODEL, "prompt": "One two three", **body})
+    content = json.dumps({"model": MODEL, "prompt": "One two three", **body})
+    return http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
 
 
 def error_of(answer: httpx.Response, status: int = 400) -> dict:
@@ -119,7 +120,9 @@ def test_one_token_means_one_token(client: OpenAI) -> None:
 
 def test_an_end_of_sequence_as_first_token_leaves_nothing_behind(client: OpenAI, pair: Cluster, tokenizer) -> None:  # type: ignore[no-untyped-def]
     """The prefill worker sees the end itself; the decode worker's blocks must come back."""
-    ids = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+    filler = [{"role": "system", "content": "Be brief. " * 120}]
+    ids = tokenizer.apply_chat_template([*filler, *CHAT], add_generation_prompt=True, return_dict=False)
+    assert len(ids) > pair.config.worker.step_tokens  # so that the decode worker reserves before the end is known
     answer = client.completions.create(
         model=MODEL, prompt=ids, max_tokens=20, temperature=0, extra_body={"return_token_ids": True}
     )
@@ -178,6 +181,11 @@ def test_greedy_and_nearly_greedy(client: OpenAI) -> None:
         ({"max_tokens": 10**12}, "max_tokens", f"{10**12}"),
         ({"temperature": -1}, "temperature", "-1"),
         ({"temperature": 2.5}, "temperature", "2.5"),
+        ({"temperature": float("nan")}, "temperature", "NaN"),
+        ({"top_p": float("inf")}, "top_p", "Infinity"),
+        ({"stop": "x" * 2000}, "stop", "2000 characters"),
+        ({"prompt": "x " * 5_000_000}, "prompt", "10000000 characters"),
+        ({"prompt": [1.5] * 1_000_000}, "prompt.0", "1.5"),
         ({"top_p": 0}, "top_p", "0"),
         ({"top_p": 2}, "top_p", "2"),
         ({"stop": [""]}, "stop", "empty"),
@@ -214,8 +222,7 @@ def test_internal_fields_are_refused(http: httpx.Client, internal: str) -> None:
         b'"text"',
         b"\xff\xfe",
         b'{"model": "m", "prompt": "\\ud800"}',
-        b'{"model": "m", "prompt": "x", "temperature": NaN}',
-        b'{"model": "m", "prompt": "x", "temperature": Infinity}',
+        b'{"model": "m", "prompt": [NaN]}',
         b"[" * 100_000,
         b'{"model": "m", "max_tokens": ' + b"9" * 5000 + b"}",
     ],

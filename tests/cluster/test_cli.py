@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ class Served:
         self.process = subprocess.Popen(
             [*HEADWATER, "serve", "--port", str(self.port), *arguments],
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             text=True,
         )
         self.children: list[psutil.Process] = []
@@ -116,11 +115,12 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None
     with httpx.stream("POST", f"http://127.0.0.1:{served.port}/v1/completions", json=wanted, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
+        start = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]" or '"error"' in rest[-1]
-    code, seconds = served.process.wait(20), 0.0
-    assert (code, seconds) == (0, 0.0)
+    assert rest[-1] == "data: [DONE]"
+    assert served.process.wait(10) == 0
+    assert time.monotonic() - start < 10
     assert served.left_over() == []
 
 
@@ -153,8 +153,3 @@ def test_errors_of_workers_are_one_line(tiny: Path) -> None:
 def test_an_unreachable_ray_cluster_is_named(tiny: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     fails_with(address, "serve", "--model", str(tiny), "--address", address, "--port", str(free_port()))
-
-
-def test_a_port_that_cannot_be_listened_on(tiny: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        fails_with("gateway.port", "serve", "--model", str(tiny), "--port", str(taken.getsockname()[1]))

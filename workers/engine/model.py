@@ -7,7 +7,6 @@ replaced, so every decoder-only architecture that uses transformers' attention i
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,11 +150,3 @@ class Model:
         if any(window < context_length(self.config) for window in untold):
             raise ModelUnsupported(f"{self.config.model_type}: attention is limited to {min(untold)} tokens by a mask")
         return tuple(probe.layers[index] for index in range(expected))
-
-
-def describe(path: Path) -> str:
-    """The model's name for people: what its directory says it is, else the directory's name."""
-    note = path / "headwater.json"
-    if note.exists():
-        return str(json.loads(note.read_text()).get("name", path.name))
-    return path.name
