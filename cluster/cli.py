@@ -181,8 +181,7 @@ def status(
     if as_json:
         typer.echo(json.dumps(workers.as_json(statuses), indent=2))
     else:
-        console = Console()
-        console.print(workers.as_table(statuses), width=max(console.width, 110))
+        Console().print(workers.as_tables(statuses))
 
 
 @model_app.command()

@@ -7,6 +7,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 
 from cluster.launch import GATEWAY, LaunchError
@@ -27,18 +29,20 @@ def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
     return {"workers": [{**asdict(one), "hit_rate": round(one.hit_rate, 4)} for one in statuses]}
 
 
-def as_table(statuses: list[WorkerStatus]) -> Table:
-    """The same for people; blocks by state in columns of their own."""
-    table = Table(title="Headwater workers")
-    for column in ("worker", "role", "node", "pid", "state", "model"):
-        table.add_column(column, overflow="fold")
+def as_tables(statuses: list[WorkerStatus]) -> Group:
+    """The same for people: who the workers are and what they do, then their KV blocks; each fits 80 columns."""
+    workers = _table("worker", "role", "node", "pid", "state", "model", "running", "waiting")
     states = ("total", "free", "cached", "pinned", "quarantined")
-    for column in ("running", "waiting", *states, "hit rate"):
-        table.add_column(column, justify="right")
+    blocks = _table("KV blocks", *states, "hit rate")
     for one in statuses:
-        load = (str(one.running), str(one.waiting))
-        blocks = (str(one.blocks[state]) for state in states)
-        table.add_row(
-            one.name, one.role, one.node, str(one.pid), one.state, one.model, *load, *blocks, f"{one.hit_rate:.1%}"
-        )
+        process = (one.name, one.role, one.node, str(one.pid), one.state, one.model)
+        workers.add_row(*process, str(one.running), str(one.waiting))
+        blocks.add_row(one.name, *(str(one.blocks[state]) for state in states), f"{one.hit_rate:.1%}")
+    return Group(workers, blocks)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    for column in columns:
+        table.add_column(column, no_wrap=column != "model", overflow="fold")
     return table
