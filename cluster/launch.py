@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Requests and tokens travel inline; the object store stays almost empty."""
 MAX_CONCURRENCY = 100_000
 """Calls of an actor that may be open at a time: requests wait in them, and an abort must never queue behind those."""
+CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 2.0
 
@@ -44,6 +46,7 @@ def connect(address: str | None) -> None:
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:
+        _check_reachable(address)
         options["address"] = address
     try:
         ray.init(**options)
@@ -52,6 +55,17 @@ def connect(address: str | None) -> None:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = address or "local"
         raise LaunchError(f"Ray cluster {where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes to reach an address where nobody listens."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise LaunchError(f"Ray cluster {address} cannot be reached: {error}") from None
 
 
 def disconnect() -> None:
