@@ -46,7 +46,7 @@ def launch(local_ray: None) -> Iterator[Launch]:
     clusters: list[Cluster] = []
 
     def start(model: Path, **flags: object) -> Cluster:
-        made = Cluster(settings(**flags), model, f"test-{len(clusters)}-{free_port()}")
+        made = Cluster(settings(model__name=str(model), **flags), model, f"test-{len(clusters)}-{free_port()}")
         clusters.append(made)
         made.start()
         return made
