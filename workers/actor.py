@@ -54,6 +54,7 @@ class _Job:
     outcome: asyncio.Future[Outcome] | None = None
     decode: str | None = None
     reserving: bool = False
+    refused: Outcome | None = None
     reserved: asyncio.Future[Reserved] | None = None
 
 
@@ -363,6 +364,7 @@ class Worker:
         try:
             answer = await self._directory.call(decode, "reserve", reserve, timeout=left)
             if isinstance(answer, Outcome):
+                job.refused = answer if answer.status == "busy" else None
                 raise PeerError(answer.error or f"{decode} is {answer.status}")
             peer = await self._peer(decode, answer.incarnation)
             await self._on_transfer(lambda loop: loop.open(request_id, answer, peer))
@@ -398,7 +400,9 @@ class Worker:
         if job is None or job.decode is None:
             return
         outcome = Outcome("handed off")
-        if isinstance(event, SendFailed):
+        if isinstance(event, SendFailed) and job.refused is not None:
+            outcome = job.refused
+        elif isinstance(event, SendFailed):
             outcome = Outcome("aborted" if event.reason == "aborted" else "failed", error=event.reason)
             if outcome.status == "failed" and event.drained and await self._hand_back(job.decode, event):
                 outcome = Outcome("handed off")
