@@ -157,7 +157,7 @@ class Worker:
     async def generate(self, request: Request, decode: str | None) -> Outcome:
         """Answer a request, or compute its prompt and hand it to the worker `decode`. Returns when this worker's part
         is over; tokens go to the gateway as they come."""
-        if self._engine.full:
+        if self._full:
             return Outcome("busy", queued=self._engine.waiting)
         loop = asyncio.get_running_loop()
         job = _Job(request, time.monotonic() + request.timeout_s, outcome=loop.create_future(), decode=decode)
@@ -193,6 +193,12 @@ class Worker:
             job.outcome.set_result(Outcome("aborted"))
         await self._release(request_id)
 
+    @property
+    def _full(self) -> bool:
+        """Whether a request more would be too many. Counts jobs as well as the engine's queue, which hears of them a
+        moment later."""
+        return self._engine.full or len(self._jobs) >= self._config.max_running + self._config.max_waiting
+
     # --- what other workers call --------------------------------------------------------------------------------
 
     async def describe(self) -> Peer:
@@ -203,7 +209,7 @@ class Worker:
         """Keep blocks for a prompt that the caller computes. Waits for blocks as long as the request may wait; the
         answer is an Outcome when they are not to be had."""
         request = reserve.request
-        if self._engine.full:
+        if self._full:
             return Outcome("busy", queued=self._engine.waiting)
         job = _Job(request, time.monotonic() + request.timeout_s)
         job.reserved = asyncio.get_running_loop().create_future()
