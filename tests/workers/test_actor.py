@@ -1,0 +1,309 @@
+"""Whole workers in this process, without Ray: real engines, threads and NIXL, and calls that go wrong as told.
+
+However requests, calls and writes race, each request has an outcome, no token is wrong, and both workers come to rest:
+every block free or cached, nothing pinned or quarantined, no job, lease, transfer or task left.
+"""
+
+import asyncio
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import workers.actor
+import workers.takeover
+from tests import model_zoo
+from tests.workers.drive import assert_idle
+from transfer.channel import TransportError
+from transfer.config import TransferConfig
+from transfer.directory import PeerDead, PeerError, PeerTimeout
+from transfer.messages import Delta, Outcome, Request, SamplingParams, pack_tokens
+from transfer.nixl_transport import NixlTransport
+from workers.actor import Worker
+from workers.config import WorkerConfig
+
+OUTPUT = 6
+STEP_TOKENS = 32
+LENGTHS = (5, 30, 100, 250)
+"""One step or several; with a block of 16, none of them whole blocks."""
+REQUEST_S = 1.5
+REST_S = 5.0
+QUICK = TransferConfig(poll_interval_s=0.001, stall_s=0.3, lease_s=0.3, call_timeout_s=0.3)
+SETTINGS = WorkerConfig(
+    dtype="float32", device="cpu", kv_memory=1 << 21, max_model_len=512, step_tokens=STEP_TOKENS, threads=1
+)
+NEVER_S = 3600.0
+_ids = itertools.count()
+
+
+@dataclass
+class Call:
+    """What becomes of one call: how long it takes to arrive and to be answered, how often it arrives, and what its
+    caller gets. `reached` and `answered` run when it gets there and comes back."""
+
+    before_s: float = 0.0
+    after_s: float = 0.0
+    times: int = 1
+    error: PeerError | None = None
+
+
+Rule = Callable[[str, str, tuple[Any, ...]], Call]
+
+
+def smooth(_name: str, _method: str, _arguments: tuple[Any, ...]) -> Call:
+    return Call()
+
+
+class Calls:
+    """A `Directory` of actors in this process. As with Ray, a caller that stops waiting stops nobody else."""
+
+    def __init__(self) -> None:
+        self.actors: dict[str, Any] = {}
+        self.dead: set[str] = set()
+        self.rule: Rule = smooth
+        self.seen: list[str] = []
+        self.listeners: list[Callable[[str], None]] = []
+        self._under_way: set[asyncio.Task[Any]] = set()
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        try:
+            return await asyncio.wait_for(self._call(name, method, args), timeout)
+        except asyncio.TimeoutError:
+            raise PeerTimeout(f"{name}.{method}: no answer") from None
+
+    async def _call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
+        become = self.rule(name, method, args)
+        self._happened(f"{method} called")
+        await asyncio.sleep(become.before_s)
+        result = None
+        for _ in range(become.times):
+            self._check_alive(name, method)
+            task = asyncio.create_task(getattr(self.actors[name], method)(*args))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+            try:
+                result = await asyncio.shield(task)
+            except Exception as error:
+                raise PeerError(f"{name}.{method}: {error!r}") from error
+        self._happened(f"{method} answered")
+        await asyncio.sleep(become.after_s if become.times else NEVER_S)
+        self._check_alive(name, method)
+        if become.error is not None:
+            raise become.error
+        return result
+
+    def _check_alive(self, name: str, method: str) -> None:
+        if name in self.dead:
+            raise PeerDead(f"{name}.{method}: dead")
+
+    def _happened(self, what: str) -> None:
+        for listener in list(self.listeners):
+            listener(what)
+
+
+@dataclass
+class Answer:
+    """What a gateway has of one request."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    error: str | None = None
+
+
+class Gateway:
+    """Orders what workers bring. While `open` is cleared it does not answer."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def ping(self) -> int:
+        await self.open.wait()
+        return 1
+
+    async def deliver(self, deltas: list[Delta]) -> None:
+        await self.open.wait()
+        for delta in deltas:
+            answer = self.answers.setdefault(delta.request_id, Answer())
+            answer.error = answer.error or delta.error
+            for index, token in enumerate(delta.tokens, delta.start):
+                assert answer.tokens.setdefault(index, token) == token
+            if delta.finish_reason is not None or delta.error is not None:
+                answer.over.set()
+
+
+class LateWrites:
+    """A `NixlTransport` whose writes begin when `delay` seconds, asked for each, have passed since they were posted."""
+
+    def __init__(self, *args: Any) -> None:
+        self._inner = NixlTransport(*args)
+        self.delay: Callable[[], float] = lambda: 0.0
+        self.fail: Callable[[], bool] = lambda: False
+        self.posted = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def write(self, *args: Any) -> list[Any]:
+        self.posted += 1
+        if self.fail():
+            raise TransportError("injected failure")
+        return [time.monotonic() + self.delay(), args, None]
+
+    def done(self, handle: list[Any]) -> bool:
+        begins, args, real = handle
+        if real is None:
+            if time.monotonic() < begins:
+                return False
+            handle[2] = real = self._inner.write(*args)
+        return self._inner.done(real)
+
+    def release(self, handle: list[Any]) -> None:
+        if handle[2] is not None:
+            self._inner.release(handle[2])
+
+
+class House:
+    """A prefill worker `p`, a decode worker `d` and a gateway `g` in one event loop."""
+
+    def __init__(self, model: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.calls = Calls()
+        self.model = model
+        self.cases = [model_zoo.clear_prompt(model, length, OUTPUT, seed=length) for length in LENGTHS]
+        self.run(self._open())
+
+    async def _open(self) -> None:
+        self.gateway = self.calls.actors["g"] = Gateway()
+        self.p, self.d = await self.begin("p"), await self.begin("d")
+
+    async def begin(self, name: str) -> Worker:
+        """Start a worker, or its next life."""
+        made = Worker(name, name, self.model, "tiny", SETTINGS, QUICK, self.calls)
+        await made.start()
+        self.calls.actors[name] = made
+        self.calls.dead.discard(name)
+        return made
+
+    async def kill(self, name: str) -> None:
+        """End a worker in mid-work: its threads stop, and whoever calls it hears that it is dead."""
+        self.calls.dead.add(name)
+        worker = self.calls.actors[name]
+        for task in list(worker._front.tasks):
+            task.cancel()
+        await asyncio.to_thread(worker._transfer_loop.stop, 5.0)
+        await asyncio.to_thread(worker._engine_loop.stop, 5.0)
+
+    def run(self, work: Awaitable[Any], limit_s: float = 30.0) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(work, limit_s))
+
+    def request(self, case: int, salt: bytes = b"", timeout_s: float = REQUEST_S) -> Request:
+        sampling = SamplingParams(OUTPUT, temperature=0.0, ignore_eos=True)
+        prompt = pack_tokens(self.cases[case][0])
+        return Request(f"r{next(_ids)}", prompt, sampling, gateway="g", timeout_s=timeout_s, salt=salt)
+
+    async def ask(self, case: int, salt: bytes = b"", timeout_s: float = REQUEST_S) -> str:
+        """One request as a gateway carries it through, its client staying: "right", or why there is no answer."""
+        request = self.request(case, salt, timeout_s)
+        try:
+            return await asyncio.wait_for(self._carry(request, case), timeout_s + 1)
+        except asyncio.TimeoutError:
+            return "no outcome"
+        finally:
+            await self.leave(request.request_id)
+
+    async def _carry(self, request: Request, case: int) -> str:
+        answer = self.gateway.answers.setdefault(request.request_id, Answer())
+        try:
+            outcome: Outcome = await self.calls.call("p", "generate", request, "d", timeout=request.timeout_s + 0.5)
+        except PeerError as error:
+            return str(error)
+        if outcome.status != "handed off":
+            return outcome.error or outcome.status
+        await answer.over.wait()
+        if answer.error is not None:
+            return answer.error
+        found = [answer.tokens.get(index) for index in range(OUTPUT)]
+        assert found == self.cases[case][1], f"{found}, expected {self.cases[case][1]}"
+        return "right"
+
+    async def leave(self, request_id: str) -> None:
+        """Abort everywhere, as gateways do; they do not try for long."""
+        aborts = (self.calls.call(name, "abort", request_id, timeout=0.2) for name in ("p", "d"))
+        await asyncio.gather(*aborts, return_exceptions=True)
+
+    async def rest(self, *names: str) -> None:
+        """Wait until these workers are at rest."""
+        until = time.monotonic() + REST_S
+        for worker in (self.calls.actors[name] for name in names or ("p", "d")):
+            while (problem := await self._unrest(worker)) is not None:
+                assert time.monotonic() < until, f"{worker.name}: {problem}"
+                await asyncio.sleep(0.005)
+
+    async def _unrest(self, worker: Worker) -> str | None:
+        front = worker._front
+        if front.jobs:
+            return f"jobs: {front.jobs}"
+        if len(front.tasks) > 1:  # the one that stays is the watch
+            return f"tasks: {[task.get_coro().__qualname__ for task in front.tasks]}"
+        if await front.on_transfer(lambda loop: loop.receiver.waiting or loop.sender.open):
+            return "leases or transfers"
+        try:
+            await front.on_engine(assert_idle)
+        except AssertionError:
+            return str(worker._engine.cache.counts())
+        return None
+
+    def close(self) -> None:
+        for name, worker in self.calls.actors.items():
+            if isinstance(worker, Worker) and name not in self.calls.dead:
+                self.run(worker.stop())
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def shared(zoo: Callable[[str], Path]) -> Iterator[House]:
+    patch = pytest.MonkeyPatch()
+    patch.setattr(workers.actor, "NixlTransport", LateWrites)
+    patch.setattr(workers.actor, "WATCH_INTERVAL_S", 0.05)
+    patch.setattr(workers.actor, "GATEWAY_TIMEOUT_S", 0.2)
+    patch.setattr(workers.takeover, "SETTLE_RETRY_S", 0.01)
+    patch.setattr(workers.takeover, "SETTLE_RETRY_MAX_S", 0.05)
+    interval = sys.getswitchinterval()
+    made = House(zoo("llama"))
+    yield made
+    made.close()
+    patch.undo()
+    sys.setswitchinterval(interval)
+    gc.unfreeze()
+
+
+@pytest.fixture
+def house(shared: House) -> Iterator[House]:
+    """Without faults and without cached prompts; afterwards everything must be at rest and answer."""
+    yield shared
+    shared.calls.rule = smooth
+    shared.calls.listeners.clear()
+    shared.gateway.open.set()
+    for worker in (shared.p, shared.d):
+        worker._transfer_loop.transport.delay = lambda: 0.0
+        worker._transfer_loop.transport.fail = lambda: False
+    shared.run(shared.rest())
+    assert shared.run(shared.ask(1)) == "right"
+    shared.run(shared.rest())
+
+
+def test_prompts_are_handed_over(house: House) -> None:
+    async def scenario() -> list[str]:
+        return await asyncio.gather(*(house.ask(case) for case in range(len(LENGTHS))))
+
+    assert house.run(scenario()) == ["right"] * len(LENGTHS)

@@ -1,0 +1,137 @@
+"""HandOver: the sender's side of a hand-over, on the worker that computes the prompt.
+
+It asks the decode worker for blocks, connects the channel to it, and says how the transfer ended. The transfer's
+events come from the channel's `Sender`; the receiver's side is workers/takeover.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from transfer.channel import SendFailed, Sent
+from transfer.config import TransferConfig
+from transfer.directory import Directory, PeerError
+from transfer.messages import Outcome, Peer, Reserve
+from workers.front import Front, Job
+
+_log = logging.getLogger(__name__)
+
+
+class HandOver:
+    """Prompts on their way from this worker, which describes itself as `me`, to others."""
+
+    def __init__(self, me: Peer, front: Front, directory: Directory, config: TransferConfig) -> None:
+        self._me = me
+        self._front = front
+        self._directory = directory
+        self._config = config
+        self._peers: dict[str, Peer] = {}
+        self._undrained: set[str] = set()
+
+    def begin(self, job: Job) -> None:
+        """The prompt is about to be computed: its chunks are kept until the decode worker has answered."""
+        self._front.post(lambda loop: loop.sender.start(job.id, job.deadline))
+
+    def cancel(self, request_id: str, reason: str) -> None:
+        """Send nothing more. The channel says so once nothing is in flight, and `ended` ends the job."""
+        self._front.post(lambda loop: loop.sender.cancel(request_id, reason))
+
+    def forgo(self, job: Job) -> None:
+        """The request has ended on this worker, so that there is nothing to hand over."""
+        assert job.decode is not None
+        self.cancel(job.id, "finished")
+        self._front.spawn(self._abort(job.decode, job.id))
+
+    def reserve_once(self, request_id: str) -> None:
+        """Ask for blocks while a long prompt is computed, or behind the first token of a short one: asking takes
+        longer than its only step has to spare."""
+        job = self._front.jobs.get(request_id)
+        if job is not None and not job.reserving:
+            job.reserving = True
+            self._front.spawn(self._reserve(job))
+
+    async def ended(self, event: Sent | SendFailed) -> None:
+        """A transfer has ended: give the blocks free and say how it went."""
+        request_id = event.lease_id
+        if isinstance(event, SendFailed) and not event.drained:
+            self._undrained.add(request_id)
+        await self._front.on_engine(lambda engine: engine.sent(request_id))
+        job = self._front.jobs.pop(request_id, None)
+        if job is not None and job.decode is not None:
+            job.end(await self._outcome(job, job.decode, event))
+
+    async def active(self, lease_id: str) -> bool:
+        """Whether this worker may still write under a lease it was given."""
+        return bool(await self._front.on_transfer(lambda loop: loop.sender.active(lease_id)))
+
+    async def stop_writing(self, lease_id: str) -> bool:
+        """A receiver wants its blocks back. True once nothing can be in flight; False when that cannot be told yet."""
+        await self._front.on_transfer(lambda loop: loop.sender.cancel(lease_id, "cancelled by the receiver"))
+        until = time.monotonic() + self._config.call_timeout_s / 2
+        while await self.active(lease_id):
+            if time.monotonic() > until:
+                return False
+            await asyncio.sleep(self._config.poll_interval_s)
+        return lease_id not in self._undrained
+
+    async def _reserve(self, job: Job) -> None:
+        """Ask the decode worker for blocks and connect the transfer to it."""
+        assert job.decode is not None
+        request_id, decode = job.id, job.decode
+        left = job.deadline - time.monotonic()
+        reserve = Reserve(job.request, self._me.name, self._me.agent, self._me.incarnation)
+        try:
+            answer = await self._directory.call(decode, "reserve", reserve, timeout=left)
+            if isinstance(answer, Outcome):
+                job.refused = answer if answer.status == "busy" else None
+                raise PeerError(answer.error or f"{decode} is {answer.status}")
+            peer = await self._peer(decode, answer.incarnation)
+            await self._front.on_transfer(lambda loop: loop.open(request_id, answer, peer))
+        except Exception as error:
+            self.cancel(request_id, f"no blocks on {decode}: {error}")
+        if request_id not in self._front.jobs:
+            # The request ended meanwhile, and the abort may have come before the reservation.
+            await self._abort(decode, request_id)
+
+    async def _peer(self, name: str, incarnation: int) -> Peer:
+        """How to write to a worker in this life of it."""
+        known = self._peers.get(name)
+        if known is not None and known.incarnation == incarnation:
+            return known
+        if known is not None:
+            agent = known.agent
+            await self._front.on_transfer(lambda loop: loop.transport.disconnect(agent))
+        peer: Peer = await self._directory.call(name, "describe", timeout=self._config.call_timeout_s)
+        self._peers[name] = peer
+        return peer
+
+    async def _outcome(self, job: Job, decode: str, event: Sent | SendFailed) -> Outcome:
+        if isinstance(event, Sent):
+            return Outcome("handed off")
+        if job.refused is not None:
+            return job.refused
+        if event.reason == "aborted":
+            await self._abort(decode, job.id)
+            return Outcome("aborted", error=event.reason)
+        if event.drained and await self._hand_back(decode, event):
+            return Outcome("handed off")
+        return Outcome("failed", error=event.reason)
+
+    async def _hand_back(self, decode: str, event: SendFailed) -> bool:
+        """Tell the decode worker that the blocks will not come; True when it goes on by computing them."""
+        _log.warning("request %s: transfer to %s failed: %s", event.lease_id, decode, event.reason)
+        arguments = (event.lease_id, event.reason)
+        try:
+            return bool(
+                await self._directory.call(decode, "transfer_failed", *arguments, timeout=self._config.call_timeout_s)
+            )
+        except PeerError:
+            return False
+
+    async def _abort(self, worker: str, request_id: str) -> None:
+        try:
+            await self._directory.call(worker, "abort", request_id, timeout=self._config.call_timeout_s)
+        except PeerError as error:
+            _log.info("request %s: abort: %s", request_id, error)

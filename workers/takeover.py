@@ -1,0 +1,140 @@
+"""TakeOver: the receiver's side of a hand-over, on the worker that goes on with a prompt that another one computes.
+
+It keeps blocks under a lease, goes on when they are verified, computes the prompt when they never come, and gets every
+block back that the sender may have written to. The sender's side is workers/handover.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from transfer.channel import Accepted, Lease, Refused
+from transfer.config import TransferConfig
+from transfer.directory import Directory, PeerDead, PeerError
+from transfer.messages import Outcome, Reservation, Reserve
+from workers.engine.engine import Reserved
+from workers.front import Front, Job
+
+_log = logging.getLogger(__name__)
+SETTLE_RETRY_S = 0.25
+SETTLE_RETRY_MAX_S = 10.0
+
+
+class TakeOver:
+    """Prompts on their way from others to this worker, whose present life is `incarnation`."""
+
+    def __init__(self, name: str, incarnation: int, front: Front, directory: Directory, config: TransferConfig) -> None:
+        self._name = name
+        self._incarnation = incarnation
+        self._front = front
+        self._directory = directory
+        self._config = config
+
+    async def reserve(self, reserve: Reserve) -> Reservation | Outcome:
+        """Keep blocks for a prompt and open a lease on them. Waits for blocks as long as the request may wait; the
+        answer is an Outcome when they are not to be had."""
+        request = reserve.request
+        job = Job(request, time.monotonic() + request.timeout_s)
+        job.reserved = asyncio.get_running_loop().create_future()
+        self._front.jobs[job.id] = job
+        try:
+            await self._front.on_engine(lambda engine: engine.reserve(request))
+            reserved = await asyncio.wait_for(asyncio.shield(job.reserved), request.timeout_s)
+        except (ValueError, asyncio.TimeoutError, asyncio.CancelledError) as error:
+            self._front.jobs.pop(job.id, None)
+            await self._front.on_engine(lambda engine: engine.abort(job.id))
+            return Outcome("failed", error=f"{self._name} cannot reserve: {error or type(error).__name__}")
+        if self._front.jobs.get(job.id) is not job:
+            # Aborted since the engine answered: the blocks are free again. No await may come between this check and
+            # the opening of the lease, so that an abort finds either no reservation or a lease.
+            return Outcome("aborted")
+        lease = Lease(
+            lease_id=job.id,
+            sender=reserve.sender,
+            sender_agent=reserve.sender_agent,
+            sender_incarnation=reserve.sender_incarnation,
+            first_block=reserved.first_block,
+            blocks=reserved.blocks,
+            deadline=time.monotonic() + self._config.lease_s,
+        )
+        await self._front.on_transfer(lambda loop: loop.receiver.open(lease))
+        return Reservation(self._incarnation, reserved.first_block, reserved.blocks)
+
+    def granted(self, reserved: Reserved) -> None:
+        """The engine has kept blocks for a prompt."""
+        job = self._front.jobs.get(reserved.request_id)
+        if job is not None and job.reserved is not None and not job.reserved.done():
+            job.reserved.set_result(reserved)
+
+    async def accept(self, event: Accepted) -> None:
+        """Every block is there and verified: decode."""
+        lease, manifest = event.lease, event.manifest
+        await self._front.on_engine(lambda e: e.accept(lease.lease_id, manifest.first_token, manifest.cached_tokens))
+
+    async def refuse(self, event: Refused) -> None:
+        """What came is not to be trusted."""
+        await self._recompute(event.lease, event.reason)
+
+    async def transfer_failed(self, lease_id: str, reason: str) -> bool:
+        """The sender gives up and has nothing in flight: compute here. False when the request is not wanted here."""
+        lease = await self._front.on_transfer(lambda loop: loop.receiver.quarantine(lease_id))
+        if lease is not None:
+            await self._recompute(lease, reason)
+        return lease_id in self._front.jobs
+
+    async def release(self, job: Job) -> None:
+        """Take a request out of the engine; blocks that a peer may still write to go to quarantine first."""
+        if job.reserved is not None and not job.reserved.done():
+            job.reserved.cancel()
+        lease = await self._front.on_transfer(lambda loop: loop.receiver.quarantine(job.id))
+        blocks = lease.blocks if lease is not None else ()
+        held = await self._front.on_engine(lambda engine: engine.abort(job.id, blocks))
+        if lease is not None:
+            self._front.spawn(self._settle(lease, held))
+
+    async def check_leases(self) -> None:
+        """Ask after every manifest that should have come by now."""
+        now = time.monotonic()
+        for lease in await self._front.on_transfer(lambda loop: loop.receiver.overdue(now)):
+            # The question may take as long as a lease; it is not asked twice meanwhile.
+            lease.deadline = now + 2 * self._config.lease_s
+            self._front.spawn(self._ask_about(lease))
+
+    async def _ask_about(self, lease: Lease) -> None:
+        """A lease is overdue: extend it if the sender is still at it, otherwise do without the sender."""
+        lease_s = self._config.lease_s
+        reason = "manifest lost"
+        try:
+            if await self._directory.call(lease.sender, "transfer_active", lease.lease_id, timeout=lease_s):
+                deadline = time.monotonic() + lease_s
+                await self._front.on_transfer(lambda loop: loop.receiver.extend(lease.lease_id, deadline))
+                return
+        except PeerError as error:
+            reason = str(error)
+        if await self._front.on_transfer(lambda loop: loop.receiver.quarantine(lease.lease_id)) is not None:
+            await self._recompute(lease, reason)
+
+    async def _recompute(self, lease: Lease, reason: str) -> None:
+        """The blocks of a lease are not to be trusted: compute the prompt here; they go to quarantine."""
+        held = await self._front.on_engine(lambda engine: engine.recompute(lease.lease_id, lease.blocks))
+        if held is not None:
+            _log.warning("request %s: %s; computing the prompt here", lease.lease_id, reason)
+            self._front.spawn(self._settle(lease, held))
+
+    async def _settle(self, lease: Lease, held: list[int]) -> None:
+        """Ask the sender until it confirms that nothing is in flight, or its life has ended; then free the blocks."""
+        timeout, pause = self._config.call_timeout_s, SETTLE_RETRY_S
+        while True:
+            try:
+                if await self._directory.call(lease.sender, "cancel_transfer", lease.lease_id, timeout=timeout):
+                    break
+            except PeerDead:
+                break
+            except PeerError as error:
+                _log.warning("request %s: %s", lease.lease_id, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, SETTLE_RETRY_MAX_S)
+        await self._front.on_transfer(lambda loop: loop.receiver.close(lease.lease_id))
+        await self._front.on_engine(lambda engine: engine.cache.end_quarantine(held))
