@@ -12,7 +12,8 @@ A transfer in order:
 4. The receiver checks lease, incarnations and the checksum of every block that travelled, and accepts or refuses.
 
 Invariants: a sender posts nothing for a lease that is cancelled or failed; a receiver gives a lease's blocks back only
-after acceptance, after the sender has confirmed that nothing is in flight, or after the sender's life has ended.
+after acceptance, after the sender has confirmed that nothing is in flight, or after the sender's life has ended. What
+goes wrong in one transfer, be it a bug, ends that transfer and no other.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Transport(Protocol):
         """Whether a write has completed. Raises TransportError when it failed."""
 
     def release(self, handle: Any) -> None:
-        """Forget a handle; must be called once for each."""
+        """Forget a handle; must be called once for each whose write has ended, and never raises."""
 
     def notify(self, agent: str, message: bytes) -> None:
         """Send a message without data."""
@@ -102,8 +103,11 @@ class _Transfer:
 
 
 class Sender:
-    """Sender half. `checksum(blocks)` digests local blocks; `incarnation` is this worker's. Writes of which none
-    completes for `stall_s` seconds count as failed."""
+    """Sender half. `checksum(blocks)` digests local blocks; `incarnation` is this worker's.
+
+    A transfer of which no write completes for `stall_s` seconds, or whose deadline passes, has failed. Writes of it
+    that are in flight then cannot be called back: they are polled until they end, however long that takes.
+    """
 
     def __init__(self, transport: Transport, incarnation: int, checksum: Checksum, stall_s: float) -> None:
         self._transport = transport
@@ -111,6 +115,7 @@ class Sender:
         self._incarnation = incarnation
         self._checksum = checksum
         self._transfers: dict[str, _Transfer] = {}
+        self._stuck: list[_Transfer] = []
 
     def start(self, lease_id: str, deadline: float) -> None:
         """A request has begun to compute; its chunks are kept until the reservation is known."""
@@ -133,13 +138,17 @@ class Sender:
             transfer.failure = reason
 
     def active(self, lease_id: str) -> bool:
-        """Whether this lease may still be written to."""
+        """Whether a manifest may still come for this lease."""
         return lease_id in self._transfers
+
+    def may_write(self, lease_id: str) -> bool:
+        """Whether this lease's blocks may still be written to."""
+        return lease_id in self._transfers or any(one.lease_id == lease_id for one in self._stuck)
 
     @property
     def open(self) -> bool:
-        """Whether there are transfers, so that `step` must look at their deadlines now and then."""
-        return bool(self._transfers)
+        """Whether `step` must look at something now and then: deadlines, or writes that outlived their transfer."""
+        return bool(self._transfers or self._stuck)
 
     @property
     def moving(self) -> bool:
@@ -154,6 +163,9 @@ class Sender:
             if event is not None:
                 del self._transfers[transfer.lease_id]
                 events.append(event)
+        for transfer in self._stuck:
+            self._poll(transfer)
+        self._stuck = [transfer for transfer in self._stuck if transfer.in_flight]
         return events
 
     def _advance(self, transfer: _Transfer, now: float) -> Sent | SendFailed | None:
@@ -167,29 +179,31 @@ class Sender:
         if transfer.failure is None and transfer.reservation is not None and not transfer.manifest_posted:
             try:
                 self._post(transfer, transfer.reservation)
-            except TransportError as error:
-                transfer.failure = str(error)
+            except Exception as error:
+                transfer.failure = _reason(error)
         if transfer.in_flight and not stalled and now <= transfer.deadline:
             if not before:
                 transfer.stalled_at = now + self._stall_s
             return None
-        drained = not transfer.in_flight
-        for handle in transfer.in_flight:
-            self._transport.release(handle)
+        if transfer.in_flight:
+            self._stuck.append(transfer)
         if transfer.failure is not None:
-            return SendFailed(transfer.lease_id, transfer.failure, drained)
+            return SendFailed(transfer.lease_id, transfer.failure, drained=not transfer.in_flight)
         return Sent(transfer.lease_id) if transfer.manifest_posted else None
 
     def _poll(self, transfer: _Transfer) -> None:
         still: list[Any] = []
         for handle in transfer.in_flight:
             try:
-                if not self._transport.done(handle):
-                    still.append(handle)
-                    continue
+                ended = self._transport.done(handle)
             except TransportError as error:
-                transfer.failure = transfer.failure or str(error)
-            self._transport.release(handle)
+                ended, transfer.failure = True, transfer.failure or _reason(error)
+            except Exception as error:  # nobody knows whether this write has ended
+                ended, transfer.failure = False, transfer.failure or _reason(error)
+            if ended:
+                self._transport.release(handle)
+            else:
+                still.append(handle)
         transfer.in_flight = still
 
     def _post(self, transfer: _Transfer, reservation: Reservation) -> None:
@@ -233,6 +247,11 @@ class Sender:
     def _remote(reservation: Reservation, chunk: Chunk) -> tuple[int, ...]:
         start = chunk.first - reservation.first_block
         return reservation.blocks[start : start + len(chunk.blocks)]
+
+
+def _reason(error: Exception) -> str:
+    """What the transport says is meant to be read; anything else is a bug, whose kind says most."""
+    return str(error) if isinstance(error, TransportError) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(slots=True)
@@ -318,7 +337,10 @@ class Receiver:
         lease = self._leases.get(manifest.lease_id)
         if lease is None or lease.quarantine or agent != lease.sender_agent:
             return None
-        reason = self._verify(lease, manifest)
+        try:
+            reason = self._verify(lease, manifest)
+        except Exception as error:
+            reason = f"checking the manifest failed: {_reason(error)}"
         if reason is not None:
             lease.quarantine = True
             return Refused(lease, reason)

@@ -1,7 +1,8 @@
 """Sender and receiver over the in-memory transport: one transfer at a time, every fault by itself."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import xxhash
@@ -211,7 +212,7 @@ def test_the_deadline_with_a_write_in_flight_is_no_promise() -> None:
     pair.sender.offer("r", Chunk(0, (10,)))
     assert pair.settle() == []
     assert pair.step(DEADLINE + 1) == [SendFailed("r", "deadline exceeded", drained=False)]
-    assert not pair.sender.open
+    assert not pair.sender.active("r")
 
 
 def test_a_cancelled_transfer_whose_write_never_ends() -> None:
@@ -222,6 +223,25 @@ def test_a_cancelled_transfer_whose_write_never_ends() -> None:
     pair.step()
     pair.sender.cancel("r", "client left")
     assert pair.step(DEADLINE + 1) == [SendFailed("r", "client left", drained=False)]
+
+
+@pytest.mark.parametrize("ends", [Network.deliver, Network.fail])
+def test_a_write_that_ends_after_its_transfer_is_noticed(ends: Callable[[Network, Any], None]) -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.step()
+    pair.network.deliver(pair.network.in_flight[1])
+    assert pair.settle(DEADLINE + 1) == [SendFailed("r", "deadline exceeded", drained=False)]
+    assert pair.sender.may_write("r")
+    assert pair.sender.open, "somebody must go on polling"
+    ends(pair.network, pair.network.in_flight[0])
+    assert pair.step(DEADLINE + 2) == []
+    assert not pair.sender.may_write("r")
+    assert not pair.sender.open
+    assert pair.judge() == []
 
 
 @pytest.mark.parametrize("failing", [1, 2])
@@ -436,6 +456,77 @@ def test_transfers_do_not_disturb_each_other() -> None:
     (accepted,) = pair.judge()
     assert accepted.lease is other
     assert pair.on_d(4, 2, 9, 1) == [b"D4", b"D2", b"D9", b"P15"]
+
+
+def break_once(pair: Pair, *blocks: int) -> None:
+    """Computing the checksum of these blocks of P's raises, as a bug would."""
+    checksum = pair.sender._checksum
+
+    def digest(wanted: Sequence[int]) -> int:
+        if set(wanted) & set(blocks):
+            raise RuntimeError("broken")
+        return checksum(wanted)
+
+    pair.sender._checksum = digest
+
+
+def test_a_bug_fails_the_transfer_that_meets_it_and_no_other() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.start("s", DEADLINE)
+    pair.receiver.open(dataclasses.replace(pair.lease, lease_id="s", blocks=(1,)))
+    pair.sender.connect("s", Reservation(8, 0, (1,)), "D")
+    break_once(pair, 11)
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
+    pair.sender.offer("s", Chunk(0, (15,)), ENDING)
+    assert pair.settle() == []
+    first, second = pair.network.in_flight
+    assert second.notify
+    pair.network.deliver(second)
+    assert pair.settle() == [Sent("s")], "the first one's write is still in flight"
+    pair.network.deliver(first)
+    assert pair.settle() == [SendFailed("r", "RuntimeError: broken", drained=True)]
+    (accepted,) = pair.judge()
+    assert accepted.lease.lease_id == "s"
+    assert pair.on_d(4, 2, 9, 1) == [b"P10", b"D2", b"D9", b"P15"]
+
+
+def test_a_write_of_which_nothing_can_be_learned_may_be_in_flight() -> None:
+    pair = Pair()
+    pair.network.hold = True
+    pair.reserve()
+    pair.sender.start("s", DEADLINE)
+    pair.sender.connect("s", Reservation(8, 0, ()), "D")
+    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.step()
+
+    def done(_: object) -> bool:
+        raise RuntimeError("broken")
+
+    pair.p.done = done  # type: ignore[method-assign]
+    pair.sender.offer("s", Chunk(0, ()), ENDING)
+    assert pair.settle() == [Sent("s")]
+    assert pair.settle(DEADLINE + 1) == [SendFailed("r", "RuntimeError: broken", drained=False)]
+    assert pair.sender.may_write("r")
+    del pair.p.done
+    pair.network.deliver(pair.network.in_flight[0])
+    pair.step(DEADLINE + 1)
+    assert not pair.sender.may_write("r")
+
+
+def test_a_bug_while_a_manifest_is_checked_refuses_it() -> None:
+    pair, message = pair_with_manifest()
+
+    def digest(_: Sequence[int]) -> int:
+        raise RuntimeError("broken")
+
+    pair.receiver._checksum = digest
+    refused = pair.receiver.on_notification("P", message)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "checking the manifest failed: RuntimeError: broken"
+    assert refused.lease.quarantine
 
 
 def test_unknown_leases_are_nobodys_business() -> None:

@@ -224,8 +224,7 @@ class World:
             return
         one = self.draw.choice(waiting)
         self.sender.cancel(one.lease_id, "cancelled by the receiver")
-        undrained = isinstance(one.sent, SendFailed) and not one.sent.drained
-        if not self.sender.active(one.lease_id) and not undrained:
+        if not self.sender.may_write(one.lease_id):
             self.end(one)
 
     def end(self, one: Transfer) -> None:
@@ -254,14 +253,16 @@ class World:
         for _ in range(400):
             for act in (*useful, self.settle, self.tick):
                 act()
-        # Some writes never ended as far as P could tell; their blocks come free with the end of P's life.
+        # Some writes are stuck for good; their blocks come free with the end of P's life.
+        left = {id(write) for write in self.network.in_flight}
+        assert left <= self.stuck
+        assert self.sender.open == bool(left)
         self.network.in_flight.clear()
         for one in self.transfers.values():
             if one.settling:
                 assert isinstance(one.sent, SendFailed)
                 assert not one.sent.drained
                 self.end(one)
-        assert not self.sender.open
         assert not self.receiver.waiting
         for one in self.transfers.values():
             assert one.sent is not None
