@@ -42,6 +42,7 @@ SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
 WATCH_INTERVAL_S = 0.5
 GATEWAY_TIMEOUT_S = 5.0
+DELIVER_RETRY_S = 0.1
 
 
 class Worker:
@@ -295,6 +296,7 @@ class Worker:
                 return
             except PeerError as error:
                 _log.warning("%s", error)
+                await asyncio.sleep(DELIVER_RETRY_S)
 
     async def _check_gateway(self, gateway: str) -> None:
         try:

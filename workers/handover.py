@@ -17,6 +17,7 @@ from transfer.messages import Outcome, Peer, Reserve
 from workers.front import Front, Job
 
 _log = logging.getLogger(__name__)
+STOP_POLL_S = 0.005
 
 
 class HandOver:
@@ -28,7 +29,6 @@ class HandOver:
         self._directory = directory
         self._config = config
         self._peers: dict[str, Peer] = {}
-        self._undrained: set[str] = set()
 
     def begin(self, job: Job) -> None:
         """The prompt is about to be computed: its chunks are kept until the decode worker has answered."""
@@ -55,26 +55,25 @@ class HandOver:
     async def ended(self, event: Sent | SendFailed) -> None:
         """A transfer has ended: give the blocks free and say how it went."""
         request_id = event.lease_id
-        if isinstance(event, SendFailed) and not event.drained:
-            self._undrained.add(request_id)
         await self._front.on_engine(lambda engine: engine.sent(request_id))
         job = self._front.jobs.pop(request_id, None)
         if job is not None and job.decode is not None:
             job.end(await self._outcome(job, job.decode, event))
 
     async def active(self, lease_id: str) -> bool:
-        """Whether this worker may still write under a lease it was given."""
+        """Whether this worker is still at it, so that a manifest may come."""
         return bool(await self._front.on_transfer(lambda loop: loop.sender.active(lease_id)))
 
     async def stop_writing(self, lease_id: str) -> bool:
-        """A receiver wants its blocks back. True once nothing can be in flight; False when that cannot be told yet."""
+        """A receiver wants its blocks back. True once nothing can be in flight; False when something still is after
+        half of what a call may take."""
         await self._front.on_transfer(lambda loop: loop.sender.cancel(lease_id, "cancelled by the receiver"))
         until = time.monotonic() + self._config.call_timeout_s / 2
-        while await self.active(lease_id):
+        while await self._front.on_transfer(lambda loop: loop.sender.may_write(lease_id)):
             if time.monotonic() > until:
                 return False
-            await asyncio.sleep(self._config.poll_interval_s)
-        return lease_id not in self._undrained
+            await asyncio.sleep(STOP_POLL_S)
+        return True
 
     async def _reserve(self, job: Job) -> None:
         """Ask the decode worker for blocks and connect the transfer to it."""

@@ -20,6 +20,8 @@ from workers.front import Front, Job
 _log = logging.getLogger(__name__)
 SETTLE_RETRY_S = 0.25
 SETTLE_RETRY_MAX_S = 10.0
+SETTLE_S = 600.0
+"""How long a sender that lives is asked whether it still writes. Afterwards the blocks are given up for good."""
 
 
 class TakeOver:
@@ -50,6 +52,7 @@ class TakeOver:
             # Aborted since the engine answered: the blocks are free again. No await may come between this check and
             # the opening of the lease, so that an abort finds either no reservation or a lease.
             return Outcome("aborted")
+        job.reserved = None
         lease = Lease(
             lease_id=job.id,
             sender=reserve.sender,
@@ -78,11 +81,13 @@ class TakeOver:
         await self._recompute(event.lease, event.reason)
 
     async def transfer_failed(self, lease_id: str, reason: str) -> bool:
-        """The sender gives up and has nothing in flight: compute here. False when the request is not wanted here."""
+        """The sender gives up and has nothing in flight: compute here. False when the request is not wanted here, or
+        still waits for blocks that nobody will write."""
         lease = await self._front.on_transfer(lambda loop: loop.receiver.quarantine(lease_id))
         if lease is not None:
             await self._recompute(lease, reason)
-        return lease_id in self._front.jobs
+        job = self._front.jobs.get(lease_id)
+        return job is not None and job.reserved is None
 
     async def release(self, job: Job) -> None:
         """Take a request out of the engine; blocks that a peer may still write to go to quarantine first."""
@@ -124,17 +129,28 @@ class TakeOver:
             self._front.spawn(self._settle(lease, held))
 
     async def _settle(self, lease: Lease, held: list[int]) -> None:
-        """Ask the sender until it confirms that nothing is in flight, or its life has ended; then free the blocks."""
-        timeout, pause = self._config.call_timeout_s, SETTLE_RETRY_S
-        while True:
-            try:
-                if await self._directory.call(lease.sender, "cancel_transfer", lease.lease_id, timeout=timeout):
-                    break
-            except PeerDead:
-                break
-            except PeerError as error:
-                _log.warning("request %s: %s", lease.lease_id, error)
+        """Ask the sender until it confirms that nothing is in flight, or its life has ended; then free the blocks. If
+        neither comes they are never free again: a block too few is better than a block that somebody else writes to.
+        """
+        pause, until = SETTLE_RETRY_S, time.monotonic() + SETTLE_S
+        while not (over := await self._writes_are_over(lease)) and time.monotonic() < until:
             await asyncio.sleep(pause)
             pause = min(2 * pause, SETTLE_RETRY_MAX_S)
         await self._front.on_transfer(lambda loop: loop.receiver.close(lease.lease_id))
-        await self._front.on_engine(lambda engine: engine.cache.end_quarantine(held))
+        if over:
+            await self._front.on_engine(lambda engine: engine.cache.end_quarantine(held))
+        elif held:
+            message = (
+                "request %s: %s lives but does not confirm that it writes no more; %d blocks are lost until restart"
+            )
+            _log.error(message, lease.lease_id, lease.sender, len(held))
+
+    async def _writes_are_over(self, lease: Lease) -> bool:
+        timeout = self._config.call_timeout_s
+        try:
+            return bool(await self._directory.call(lease.sender, "cancel_transfer", lease.lease_id, timeout=timeout))
+        except PeerDead:
+            return True
+        except PeerError as error:
+            _log.info("request %s: %s", lease.lease_id, error)
+            return False

@@ -27,6 +27,8 @@ from transfer.messages import Delta, Outcome, Request, SamplingParams, pack_toke
 from transfer.nixl_transport import NixlTransport
 from workers.actor import Worker
 from workers.config import WorkerConfig
+from workers.engine.engine import Engine
+from workers.kv.pool import QUARANTINED
 
 OUTPUT = 6
 STEP_TOKENS = 32
@@ -42,15 +44,15 @@ NEVER_S = 3600.0
 _ids = itertools.count()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
-    """What becomes of one call: how long it takes to arrive and to be answered, how often it arrives, and what its
-    caller gets. `reached` and `answered` run when it gets there and comes back."""
+    """What becomes of one call: how long it takes to arrive and to be answered, how often it arrives (0: it is lost),
+    and when its caller is told that there was no answer, whatever the other does."""
 
     before_s: float = 0.0
     after_s: float = 0.0
     times: int = 1
-    error: PeerError | None = None
+    fails_after_s: float = NEVER_S
 
 
 Rule = Callable[[str, str, tuple[Any, ...]], Call]
@@ -72,13 +74,13 @@ class Calls:
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        become = self.rule(name, method, args)
         try:
-            return await asyncio.wait_for(self._call(name, method, args), timeout)
+            return await asyncio.wait_for(self._call(become, name, method, args), min(timeout, become.fails_after_s))
         except asyncio.TimeoutError:
             raise PeerTimeout(f"{name}.{method}: no answer") from None
 
-    async def _call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
-        become = self.rule(name, method, args)
+    async def _call(self, become: Call, name: str, method: str, args: tuple[Any, ...]) -> Any:
         self._happened(f"{method} called")
         await asyncio.sleep(become.before_s)
         result = None
@@ -94,8 +96,6 @@ class Calls:
         self._happened(f"{method} answered")
         await asyncio.sleep(become.after_s if become.times else NEVER_S)
         self._check_alive(name, method)
-        if become.error is not None:
-            raise become.error
         return result
 
     def _check_alive(self, name: str, method: str) -> None:
@@ -307,3 +307,96 @@ def test_prompts_are_handed_over(house: House) -> None:
         return await asyncio.gather(*(house.ask(case) for case in range(len(LENGTHS))))
 
     assert house.run(scenario()) == ["right"] * len(LENGTHS)
+
+
+def only(wanted: str, become: Call) -> Rule:
+    """Calls of one method go as told, all others go well."""
+    return lambda _name, method, _arguments: become if method == wanted else Call()
+
+
+async def occupy(worker: Worker) -> list[int]:
+    """Take every block of a worker's pool."""
+
+    def take(engine: Engine) -> list[int]:
+        engine.cache.clear()
+        return engine.cache.pool.allocate(engine.cache.pool.free)
+
+    return await worker._front.on_engine(take)
+
+
+async def give_back(worker: Worker, blocks: list[int]) -> None:
+    await worker._front.on_engine(lambda engine: engine.cache.pool.release(blocks))
+
+
+async def quarantined(worker: Worker) -> int:
+    counts = await worker._front.on_engine(lambda engine: engine.cache.counts())
+    return int(counts["quarantined"])
+
+
+async def until(condition: Callable[[], Awaitable[Any]], within_s: float = 3.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not await condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.002)
+
+
+def test_a_transfer_that_fails_before_its_reservation_is_served_is_not_handed_over(house: House) -> None:
+    """D waits for blocks when the line breaks: it cannot go on with a prompt that has no place yet."""
+
+    async def scenario() -> tuple[str, float]:
+        blocks = await occupy(house.d)
+        house.calls.rule = only("reserve", Call(fails_after_s=0.1))
+        start = time.monotonic()
+        answer = await house.ask(1, salt=b"nowhere yet")
+        took = time.monotonic() - start
+        await give_back(house.d, blocks)
+        return answer, took
+
+    answer, took = house.run(scenario())
+    assert answer == "no blocks on d: d.reserve: no answer"
+    assert took < 1.0
+
+
+def test_blocks_that_a_living_sender_may_write_to_come_back_when_its_writes_have_ended(house: House) -> None:
+    async def scenario() -> None:
+        house.p._transfer_loop.transport.delay = lambda: 1.0
+        start = time.monotonic()
+        answer = await house.ask(3, salt=b"late")
+        assert answer == "no write completed in time"
+        assert await quarantined(house.d) > 0
+        while await quarantined(house.d):
+            assert time.monotonic() < start + 3
+            await asyncio.sleep(0.01)
+        assert time.monotonic() > start + 1.0
+
+    house.run(scenario())
+
+
+def test_blocks_that_nobody_vouches_for_are_given_up_in_the_end(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(workers.takeover, "SETTLE_S", 0.3)
+
+    async def leave_while_writing() -> int:
+        house.p._transfer_loop.transport.delay = lambda: 0.2
+        house.calls.rule = only("cancel_transfer", Call(times=0))
+        request = house.request(3, salt=b"given up")
+        asking = asyncio.create_task(house.calls.call("p", "generate", request, "d", timeout=2))
+        await until(lambda: house.d._front.on_transfer(lambda loop: loop.receiver.waiting))
+        await house.leave(request.request_id)
+        assert (await asking).status == "aborted"
+        await until(lambda: house.d._front.on_transfer(lambda loop: not loop.receiver.waiting))
+        return await quarantined(house.d)
+
+    lost = house.run(leave_while_writing())
+    assert lost == 16  # all of the prompt's blocks
+    assert [record.levelname for record in caplog.records if "16 blocks are lost" in record.message] == ["ERROR"]
+    house.calls.rule = smooth
+    assert house.run(house.ask(2)) == "right"
+    assert house.run(quarantined(house.d)) == lost
+
+    def restart(engine: Engine) -> None:
+        owners = engine.cache.pool.owners()
+        engine.cache.end_quarantine([block for block, owner in enumerate(owners) if owner == QUARANTINED])
+
+    house.run(house.d._front.on_engine(restart))
