@@ -40,6 +40,8 @@ class WorkerConfig(BaseModel):
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
+    shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
+    compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")
     threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
 
     @field_validator("kv_memory", mode="before")

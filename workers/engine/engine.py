@@ -92,7 +92,7 @@ class Engine:
         self.cache = KVCache(layout.num_blocks, config.block_size, config.prefix_cache)
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self._backend = TorchBackend(self.memory)
+        self._backend = TorchBackend(self.memory, config.compiled_attention, config.shared_attention)
         self._scheduler = Scheduler(self.cache, config.step_tokens, config.max_running)
         self._max_waiting = config.max_waiting
         self._sequences: dict[str, Sequence] = {}

@@ -2,8 +2,8 @@
 
 Rows see up to three disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade
 attention): context that several sequences of the batch share, which is read once for all of them; the sequence's own
-context; and the chunk itself, causally. Layers with a window, a soft cap or unequal key and value sizes take a plain
-masked path instead.
+context; and the chunk itself, causally. Own contexts of sequences that decode go through a compiled kernel where it is
+wanted and supports the pool. Layers with a window, a soft cap or unequal key and value sizes take a plain masked path.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from workers.engine.attention import AttentionOptions
-from workers.engine.batch import Batch, Span
+from workers.engine.attention.decode_kernel import DecodeKernel, Rows
+from workers.engine.batch import Batch, Span, as_index
 from workers.kv.memory import KVMemory
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -38,27 +39,36 @@ class _Context:
 
 
 class TorchBackend:
-    """See the module; `memory` is the pool this backend writes to and reads from."""
+    """See the module; `memory` is the pool this backend writes to and reads from. `compiled` and `shared` switch the
+    decode kernel and the grouping by shared context on; results do not depend on them beyond rounding."""
 
-    def __init__(self, memory: KVMemory) -> None:
+    def __init__(self, memory: KVMemory, compiled: bool, shared: bool) -> None:
         self._memory = memory
+        self._kernel = DecodeKernel(memory) if compiled and DecodeKernel.supports(memory) else None
+        self._share = shared
         self._block_size = memory.layout.block_size
         self._batch: Batch | None = None
         self._shared: list[_Context] = []
         self._own: list[_Context] = []
+        self._rows: Rows | None = None
         self._chunks: list[Span] = []
 
     def prepare(self, batch: Batch) -> None:
         """Group sequences by the context they share; see `Backend`."""
         self._batch = batch
-        self._shared, self._own = [], []
+        self._shared, self._own, self._rows = [], [], None
         self._chunks = [span for span in batch.spans if span.count > 1]
-        shared = self._shared_tokens(batch.spans)
+        shared = self._shared_tokens(batch.spans) if self._share else {}
+        singles: list[Span] = []
         for span in batch.spans:
             begin, end = shared.get(span.row, 0), self._context_end(span)
-            if end > begin:
+            if span.count == 1 and end > begin and self._kernel is not None:
+                singles.append(span)
+            elif end > begin:
                 rows = slice(span.row, span.row + span.count)
                 self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=span.count == 1))
+        if singles and self._kernel is not None:
+            self._rows = self._kernel.rows(singles, [shared.get(span.row, 0) for span in singles])
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -71,7 +81,7 @@ class TorchBackend:
         values[batch.slots] = value
         plain = options.window is None and options.softcap is None and key.shape[-1] == value.shape[-1]
         if plain and query.device.type == "cpu":
-            return self._merged(query, key, value, keys, values, options)
+            return self._merged(layer, query, key, value, options)
         return torch.cat([self._masked(span, query, keys, values, options) for span in batch.spans])
 
     @staticmethod
@@ -91,9 +101,9 @@ class TorchBackend:
             length = blocks * self._block_size
             if length < SHARED_MIN_TOKENS:
                 continue
-            rows = np.concatenate([np.arange(span.row, span.row + span.count) for span in members])
+            rows = as_index(np.concatenate([np.arange(span.row, span.row + span.count) for span in members]))
             slots = self._slots(members[0].blocks, 0, length)
-            self._shared.append(_Context(torch.from_numpy(rows), slots, first=False))
+            self._shared.append(_Context(rows, slots, first=False))
             shared.update({span.row: length for span in members})
         return shared
 
@@ -113,42 +123,39 @@ class TorchBackend:
         table = blocks[begin // size : -(-end // size)]
         if (np.diff(table) == 1).all():
             return slice(int(table[0]) * size, int(table[0]) * size + end - begin)
-        return torch.from_numpy((table[:, None] * size + np.arange(size)).ravel()[: end - begin]).to(
-            self._memory.flat.device
-        )
+        slots = (table[:, None] * size + np.arange(size)).ravel()[: end - begin]
+        return torch.from_numpy(slots).to(self._memory.flat.device)
 
     def _merged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: AttentionOptions,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         total, heads = query.shape[:2]
-        output = query.new_zeros((total, heads, value.shape[-1]))
-        lse = torch.full((total, heads), -torch.inf, dtype=torch.float32)
+        keys, values = self._memory.keys[layer], self._memory.values[layer]
+        output = torch.zeros((total, heads, value.shape[-1]))
+        lse = torch.full((total, heads), -torch.inf)
+        if self._rows is not None and self._kernel is not None:
+            index = self._rows.index
+            output[index], lse[index] = self._kernel.attend(layer, query[index], self._rows, options.scaling)
         for span in self._chunks:
             rows = slice(span.row, span.row + span.count)
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in _widened(query[rows], key[rows], value[rows]))
             part, part_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
-            output[rows], lse[rows] = part[0].transpose(0, 1).to(output.dtype), part_lse[0].transpose(0, 1)
+            output[rows], lse[rows] = part[0].transpose(0, 1).float(), part_lse[0].transpose(0, 1)
         for context in (*self._own, *self._shared):
             q, k, v = _widened(query[context.rows], keys[context.slots], values[context.slots])
             part, part_lse = _attend_all(q, k, v, options.scaling)
             if context.first:
-                output[context.rows], lse[context.rows] = part.to(output.dtype), part_lse
+                output[context.rows], lse[context.rows] = part.float(), part_lse
                 continue
             before = lse[context.rows]
             both = torch.logaddexp(before, part_lse)
             weight = torch.exp(part_lse - both)[..., None]
-            merged = torch.lerp(output[context.rows].float(), part.float(), weight)
-            output[context.rows], lse[context.rows] = merged.to(output.dtype), both
+            output[context.rows] = torch.lerp(output[context.rows], part.float(), weight)
+            lse[context.rows] = both
         if options.sinks is not None:
             # A sink is one more score without a value: it only takes its share of the softmax.
-            output = output * torch.sigmoid(lse - options.sinks.float())[..., None].to(output.dtype)
-        return output
+            output = output * torch.sigmoid(lse - options.sinks.float())[..., None]
+        return output.to(query.dtype)
 
     def _masked(
         self, span: Span, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions

@@ -1,0 +1,195 @@
+"""Attention of single rows over their own blocks, compiled with numba: what a decode step does for each sequence.
+
+PyTorch has no operator that reads a block table on the CPU. Doing without means a gather, a flash call and a merge for
+every sequence and layer, whose overheads cost several times the arithmetic. This kernel walks the tables itself, reads
+every key and value once for all query heads of its KV head, and keeps a running softmax (Milakov and Gimelshein,
+2018), in float32 whatever the pool's type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from workers.engine.batch import Span, as_index
+from workers.kv.memory import KVMemory
+
+_LOWEST = np.float32(-1e30)
+_LOG2_E = np.float32(math.log2(math.e))
+# Rounding may be reordered, as in any matrix product, but infinities and signs are kept.
+_FAST = {"reassoc", "contract", "arcp", "nsz"}
+
+
+@intrinsic
+def _bits_as_float(_: Any, bits: Any) -> Any:
+    """Reinterpret 32 bits."""
+    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
+        args[0], ir.FloatType()
+    )
+
+
+@intrinsic
+def _widen(_: Any, element: Any) -> Any:
+    """An element of the pool as float32: float32 itself, or the bits of a bfloat16."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] == types.float32:
+            return args[0]
+        bits = builder.zext(args[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(element), code
+
+
+@njit(inline="always", error_model="numpy")
+def _exp(x: Any) -> Any:
+    """e to a power of at most 0, within 2e-7: 2^n by exponent bits, the rest by the Cephes polynomial for 2^x. Unlike
+    the library function it can be vectorised."""
+    y = max(x * _LOG2_E, np.float32(-126.0))
+    whole = math.floor(y + np.float32(0.5))
+    part = np.float32(y - whole)
+    p = np.float32(1.535336188319500e-4)
+    p = p * part + np.float32(1.339887440266574e-3)
+    p = p * part + np.float32(9.618437357674640e-3)
+    p = p * part + np.float32(5.550332471162809e-2)
+    p = p * part + np.float32(2.402264791363012e-1)
+    p = p * part + np.float32(6.931472028550421e-1)
+    p = p * part + np.float32(1.0)
+    return p * _bits_as_float(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
+
+
+@cache
+def _compiled(group: int, size: int, block_size: int) -> Callable[..., None]:
+    """The kernel for `group` query heads per KV head of `size`; constants let the compiler unroll the inner loops."""
+
+    @njit(fastmath=_FAST, error_model="numpy", nogil=True, cache=True)
+    def kernel(
+        query: Any, keys: Any, values: Any, tables: Any, starts: Any, lengths: Any, scaling: Any, output: Any, lse: Any
+    ) -> None:
+        q = np.empty((group, size), np.float32)
+        tile = np.empty((block_size, size), np.float32)
+        scores = np.empty((group, block_size), np.float32)
+        total = np.empty((group, size), np.float32)
+        top = np.empty(group, np.float32)
+        mass = np.empty(group, np.float32)
+        for row in range(query.shape[0]):
+            for head in range(keys.shape[1]):
+                for g in range(group):
+                    top[g] = _LOWEST
+                    mass[g] = 0
+                    for d in range(size):
+                        q[g, d] = query[row, head * group + g, d] * scaling
+                        total[g, d] = 0
+                for index in range((lengths[row] + block_size - 1) // block_size):
+                    slot = tables[starts[row] + index] * block_size
+                    count = min(block_size, lengths[row] - index * block_size)
+                    for t in range(count):
+                        for d in range(size):
+                            tile[t, d] = _widen(keys[slot + t, head, d])
+                    for t in range(count):
+                        for g in range(group):
+                            score = np.float32(0)
+                            for d in range(size):
+                                score += q[g, d] * tile[t, d]
+                            scores[g, t] = score
+                    for t in range(count, block_size):
+                        for g in range(group):
+                            scores[g, t] = _LOWEST
+                    for t in range(count):
+                        for d in range(size):
+                            tile[t, d] = _widen(values[slot + t, head, d])
+                    for g in range(group):
+                        highest = top[g]
+                        for t in range(block_size):
+                            highest = max(highest, scores[g, t])
+                        shrink = _exp(top[g] - highest)
+                        top[g] = highest
+                        added = np.float32(0)
+                        for t in range(block_size):
+                            weight = _exp(scores[g, t] - highest)
+                            scores[g, t] = weight
+                            added += weight
+                        mass[g] = mass[g] * shrink + added
+                        for d in range(size):
+                            total[g, d] *= shrink
+                    for t in range(count):
+                        for g in range(group):
+                            weight = scores[g, t]
+                            for d in range(size):
+                                total[g, d] += weight * tile[t, d]
+                for g in range(group):
+                    for d in range(size):
+                        output[row, head * group + g, d] = total[g, d] / mass[g]
+                    lse[row, head * group + g] = top[g] + math.log(mass[g])
+
+    return kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Single rows of a batch and where their own context lies: row `index[i]` sees `lengths[i]` tokens in the blocks
+    `tables[starts[i]]` and so on."""
+
+    index: slice | torch.Tensor
+    tables: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+
+
+class DecodeKernel:
+    """The kernel over one pool, `memory`."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._block_size = memory.layout.block_size
+        self._keys = [_as_numpy(one) for one in memory.keys]
+        self._values = [_as_numpy(one) for one in memory.values]
+
+    @staticmethod
+    def supports(memory: KVMemory) -> bool:
+        """Whether this pool can be read: bfloat16 or float32 in host memory."""
+        return memory.flat.device.type == "cpu" and memory.layout.dtype in ("bfloat16", "float32")
+
+    def rows(self, spans: list[Span], begins: list[int]) -> Rows:
+        """Single-token spans whose own context is `[begin, start + 1)`; each `begin` is at a block's start."""
+        size = self._block_size
+        tables = [
+            span.blocks[begin // size : span.start // size + 1] for span, begin in zip(spans, begins, strict=True)
+        ]
+        starts = np.cumsum([0, *(len(table) for table in tables[:-1])])
+        lengths = np.array([span.start + 1 - begin for span, begin in zip(spans, begins, strict=True)])
+        return Rows(as_index(np.array([span.row for span in spans])), np.concatenate(tables), starts, lengths)
+
+    def attend(self, layer: int, query: torch.Tensor, rows: Rows, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """`query [n, heads, size]` → output `[n, heads, size]` and log-sum-exp `[n, heads]`, both float32."""
+        count, heads, size = query.shape
+        keys, values = self._keys[layer], self._values[layer]
+        output, lse = torch.empty((count, heads, size)), torch.empty((count, heads))
+        kernel = _compiled(heads // keys.shape[1], size, self._block_size)
+        kernel(
+            query.float().contiguous().numpy(),
+            keys,
+            values,
+            rows.tables,
+            rows.starts,
+            rows.lengths,
+            np.float32(scaling),
+            output.numpy(),
+            lse.numpy(),
+        )
+        return output, lse
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory; bfloat16, which numpy lacks, as its bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
