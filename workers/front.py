@@ -22,7 +22,7 @@ class Job:
     """One request on this worker; `deadline` is monotonic.
 
     A job of `generate` has an `outcome` to set; `decode` names the worker that its prompt is handed to. A job of
-    `reserve` has none; `reserved` is what it waits for, until its lease is open.
+    `reserve` has none; `reserved` is what it waits for, until its lease is open: None if it is aborted.
     """
 
     request: Request
@@ -31,7 +31,7 @@ class Job:
     decode: str | None = None
     reserving: bool = False
     refused: Outcome | None = None
-    reserved: asyncio.Future[Reserved] | None = None
+    reserved: asyncio.Future[Reserved | None] | None = None
 
     @property
     def id(self) -> str:

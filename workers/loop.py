@@ -27,14 +27,20 @@ class Loop:
         self._thread.start()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Run a function in the thread, between two turns; calls run in order."""
+        """Run a function in the thread, between two turns; calls run in order. It runs even when the future is
+        cancelled: whoever wanted a block freed and then stopped waiting still wants it freed."""
         future: Future[T] = Future()
 
         def run() -> None:
+            wanted = future.set_running_or_notify_cancel()
             try:
-                future.set_result(function())
+                result = function()
             except BaseException as error:
-                future.set_exception(error)
+                if wanted:
+                    future.set_exception(error)
+            else:
+                if wanted:
+                    future.set_result(result)
 
         self._calls.put(run)
         return future

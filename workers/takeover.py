@@ -44,13 +44,13 @@ class TakeOver:
         try:
             await self._front.on_engine(lambda engine: engine.reserve(request))
             reserved = await asyncio.wait_for(asyncio.shield(job.reserved), request.timeout_s)
-        except (ValueError, asyncio.TimeoutError, asyncio.CancelledError) as error:
+        except (ValueError, asyncio.TimeoutError) as error:
             self._front.jobs.pop(job.id, None)
             await self._front.on_engine(lambda engine: engine.abort(job.id))
             return Outcome("failed", error=f"{self._name} cannot reserve: {error or type(error).__name__}")
-        if self._front.jobs.get(job.id) is not job:
-            # Aborted since the engine answered: the blocks are free again. No await may come between this check and
-            # the opening of the lease, so that an abort finds either no reservation or a lease.
+        if reserved is None or self._front.jobs.get(job.id) is not job:
+            # Aborted, perhaps since the engine answered: the blocks are free again. No await may come between this
+            # check and the opening of the lease, so that an abort finds either no reservation or a lease.
             return Outcome("aborted")
         job.reserved = None
         lease = Lease(
@@ -92,7 +92,7 @@ class TakeOver:
     async def release(self, job: Job) -> None:
         """Take a request out of the engine; blocks that a peer may still write to go to quarantine first."""
         if job.reserved is not None and not job.reserved.done():
-            job.reserved.cancel()
+            job.reserved.set_result(None)
         lease = await self._front.on_transfer(lambda loop: loop.receiver.quarantine(job.id))
         blocks = lease.blocks if lease is not None else ()
         held = await self._front.on_engine(lambda engine: engine.abort(job.id, blocks))

@@ -57,6 +57,21 @@ def test_errors_reach_the_caller_or_the_log_and_the_thread_goes_on(caplog: pytes
     assert "turn broke" in caplog.text
 
 
+def test_a_call_that_nobody_waits_for_any_more_runs_and_harms_nobody() -> None:
+    loop = Loop("test", lambda: None)
+    entered, leave = threading.Event(), threading.Event()
+    loop.call(lambda: entered.set() or leave.wait(5))
+    loop.start()
+    assert entered.wait(5)
+    seen: list[int] = []
+    cancelled = [loop.call(lambda: seen.append(1)), loop.call(lambda: 1 / 0)]
+    assert all(future.cancel() for future in cancelled)
+    leave.set()
+    assert loop.call(lambda: 7).result(5) == 7
+    assert seen == [1]
+    loop.stop(5)
+
+
 def test_stop_runs_what_is_queued_and_ends_the_thread() -> None:
     loop = Loop("test", lambda: 0)
     loop.start()
