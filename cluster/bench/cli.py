@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.config import load
+from cluster.config import ClusterConfig, load
 
 if TYPE_CHECKING:
     from cluster.bench.report import Report
+    from cluster.bench.workload import Workload
 
 app = typer.Typer(no_args_is_help=True, help="Measure the running code.")
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-Assert = Annotated[bool, typer.Option("--assert", help="exit 1 unless every check holds")]
+Assert = Annotated[bool, typer.Option("--assert", help="exit 1 unless something was checked and every check holds")]
 Config = Annotated[Path | None, typer.Option(help="YAML file of the cluster to measure")]
 Model = Annotated[str | None, typer.Option(help="model to serve")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")]
+Compare = Annotated[
+    bool, typer.Option("--compare-no-reuse/--reuse-only", help="the same work without prefix cache, in turns")
+]
+Concurrency = Annotated[int, typer.Option(min=1, help="requests under way at a time")]
+Rounds = Annotated[int, typer.Option(min=1, help="repetitions, each with other prompts; medians are reported")]
+Output = Annotated[int, typer.Option(min=1, help="tokens to generate for each request")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: all cores")]
 
 
 @app.command("shared-prefix")
 def shared_prefix(
     prefix: Annotated[int, typer.Option(help="tokens that all prompts share")] = 2000,
     query: Annotated[int, typer.Option(help="tokens of each prompt's own")] = 200,
-    output: Annotated[int, typer.Option(help="tokens to generate for each")] = 64,
+    output: Output = 64,
     requests: Annotated[int, typer.Option(help="number of prompts")] = 16,
-    concurrency: Annotated[int, typer.Option(help="requests under way at a time")] = 16,
-    rounds: Annotated[int, typer.Option(help="repetitions, each with other prompts; medians are reported")] = 1,
-    compare_no_reuse: Annotated[bool, typer.Option(help="the same work without prefix cache, in turns")] = False,
+    concurrency: Concurrency = 16,
+    rounds: Rounds = 1,
+    compare_no_reuse: Compare = False,
     config: Config = None,
     model: Model = None,
     dtype: Dtype = None,
@@ -38,11 +45,109 @@ def shared_prefix(
     check: Assert = False,
 ) -> None:
     """Requests behind one long shared prefix: throughput, first token, cached share."""
-    from cluster.bench.shared_prefix import Shape, run
+    from cluster.bench.shared_prefix import SharedPrefix
 
-    shape = Shape(prefix, query, output, requests, concurrency, rounds)
-    settings = load(config, {"model.name": model, "worker.dtype": dtype})
-    _report(lambda: run(settings, shape, compare_no_reuse), as_json, check)
+    workload = SharedPrefix(prefix, query, output, requests, concurrency, rounds)
+    _compare(_settings(config, model, dtype), workload, compare_no_reuse, as_json, check)
+
+
+@app.command("multi-turn")
+def multi_turn(
+    chats: Annotated[int, typer.Option(min=1, help="number of chats")] = 4,
+    turns: Annotated[int, typer.Option(min=2, help="turns of each chat")] = 15,
+    system: Annotated[int, typer.Option(min=1, help="tokens of the system prompt that all chats share")] = 800,
+    user: Annotated[int, typer.Option(min=1, help="new tokens of the user in each turn")] = 50,
+    output: Annotated[int, typer.Option(min=1, help="tokens of each answer")] = 50,
+    concurrency: Annotated[int, typer.Option(min=1, help="chats under way at a time")] = 4,
+    rounds: Rounds = 1,
+    compare_no_reuse: Compare = True,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """Chats that grow turn by turn: the first token from turn two on. Each prompt is everything so far, the model's
+    real answers included, and new words of the user. A user who reads and thinks is not simulated: the next turn
+    begins at once."""
+    from cluster.bench.multi_turn import MultiTurn
+
+    workload = MultiTurn(chats, turns, system, user, output, concurrency, rounds)
+    _compare(_settings(config, model, dtype), workload, compare_no_reuse, as_json, check)
+
+
+@app.command("batch-eval")
+def batch_eval(
+    items: Annotated[int, typer.Option(min=1, help="number of evaluation items")] = 200,
+    template: Annotated[int, typer.Option(min=1, help="tokens of the template before each item")] = 1200,
+    item: Annotated[int, typer.Option(min=1, help="tokens of each item")] = 50,
+    output: Output = 8,
+    concurrency: Concurrency = 16,
+    rounds: Rounds = 1,
+    compare_no_reuse: Compare = True,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """Evaluation items behind one template: the time that all of them take, the template's first pass included."""
+    from cluster.bench.batch_eval import BatchEval
+
+    workload = BatchEval(items, template, item, output, concurrency, rounds)
+    _compare(_settings(config, model, dtype), workload, compare_no_reuse, as_json, check)
+
+
+@app.command("rag")
+def rag(
+    requests: Annotated[int, typer.Option(min=1, help="number of questions")] = 160,
+    instruction: Annotated[int, typer.Option(min=1, help="tokens of the instruction before the documents")] = 200,
+    documents: Annotated[int, typer.Option(min=1, help="documents that there are")] = 16,
+    document: Annotated[int, typer.Option(min=1, help="tokens of each document")] = 400,
+    retrieved: Annotated[int, typer.Option(min=1, help="documents in each prompt")] = 3,
+    question: Annotated[int, typer.Option(min=1, help="tokens of each question")] = 40,
+    output: Output = 16,
+    zipf: Annotated[float, typer.Option(min=0, help="exponent of the documents' popularity; 0 is uniform")] = 1.2,
+    concurrency: Concurrency = 16,
+    rounds: Rounds = 1,
+    compare_no_reuse: Compare = True,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """Questions over shared documents: throughput. No retriever runs and no text is real: documents are random
+    tokens, drawn by Zipf's law and ordered by popularity, the most popular first. This favours the cache, which
+    reuses beginnings only: a document counts only where the same ones precede it. Few documents and a steep law
+    (the defaults) are what a narrow help desk sees; try --documents 100 --zipf 1 for a broad one."""
+    from cluster.bench.rag import Rag
+
+    if retrieved > documents:
+        raise typer.BadParameter(f"there are only {documents} documents", param_hint="--retrieved")
+    workload = Rag(requests, instruction, documents, document, retrieved, question, output, zipf, concurrency, rounds)
+    _compare(_settings(config, model, dtype), workload, compare_no_reuse, as_json, check)
+
+
+@app.command("no-reuse-cost")
+def no_reuse_cost(
+    requests: Annotated[int, typer.Option(min=1, help="prompts in a round")] = 16,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt, all different")] = 500,
+    output: Output = 32,
+    concurrency: Concurrency = 8,
+    rounds: Rounds = 7,
+    kv_memory: Annotated[str, typer.Option(help="KV pool of each worker, small so that the cache evicts")] = "256MiB",
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """What the prefix cache costs where nothing can be reused: throughput with and without it, in turns."""
+    from cluster.bench.no_reuse_cost import NoReuseCost
+
+    settings = load(config, {"model.name": model, "worker.dtype": dtype, "worker.kv_memory": kv_memory})
+    _compare(settings, NoReuseCost(requests, prompt, output, concurrency, rounds), True, as_json, check)
 
 
 @app.command("first-token")
@@ -58,12 +163,42 @@ def first_token(
     """What the cluster adds to the engine's own time to first token, one request at a time."""
     from cluster.bench.first_token import run
 
-    settings = load(config, {"model.name": model, "worker.dtype": dtype})
-    _report(lambda: run(settings, prompt, requests), as_json, check)
+    _report(run(_settings(config, model, dtype), prompt, requests), as_json, check)
 
 
-def _report(measure: Callable[[], Report], as_json: bool, check: bool) -> None:
-    report: Any = measure()
+@app.command("engine")
+def engine(
+    context: Annotated[int, typer.Option(min=1, help="tokens of the prompt")] = 2048,
+    streams: Annotated[int, typer.Option(min=2, help="sequences that share the prompt")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps to measure")] = 64,
+    rounds: Rounds = 3,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    threads: Threads = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """The engine alone, in this process and without Ray: prefill; decode of one stream; decode of several that share
+    their prompt, with shared attention on and off."""
+    from cluster.bench.engine import Shape, run
+
+    flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
+    _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
+
+
+def _settings(config: Path | None, model: str | None, dtype: str | None) -> ClusterConfig:
+    return load(config, {"model.name": model, "worker.dtype": dtype})
+
+
+def _compare(settings: ClusterConfig, workload: Workload, both: bool, as_json: bool, check: bool) -> None:
+    from cluster.bench.sides import compare
+
+    _report(compare(settings, workload, both), as_json, check)
+
+
+def _report(report: Report, as_json: bool, check: bool) -> None:
     report.show(as_json)
-    if check and not all(one.ok for one in report.checks):
+    if check and not report.ok:
         raise typer.Exit(1)

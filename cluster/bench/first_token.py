@@ -10,11 +10,11 @@ from statistics import median
 
 import torch
 
+from cluster.bench.alone import EngineAlone
 from cluster.bench.report import Check, Report
 from cluster.config import ClusterConfig
 from cluster.launch import Cluster, connect, disconnect
 from cluster.models import resolve, served_name
-from transfer.messages import Request, SamplingParams, pack_tokens
 from workers.engine.engine import Engine
 from workers.engine.model import Model
 
@@ -42,24 +42,6 @@ class _Client:
         return taken
 
 
-class _EngineAlone:
-    """The same engine in this process, driven step by step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._count = 0
-
-    def first_token_s(self, prompt: list[int]) -> float:
-        """Seconds from adding the prompt to its first token."""
-        self._count += 1
-        request = Request(str(self._count), pack_tokens(prompt), SamplingParams(1, temperature=0), "", 0.0)
-        start = time.perf_counter()
-        self._engine.add(request)
-        while not self._engine.run(self._engine.plan().works).deltas:
-            pass
-        return time.perf_counter() - start
-
-
 def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
     """Measure engine and cluster in turns, one request at a time, on a prompt that both have seen before."""
     model = resolve(config.model.name)
@@ -70,7 +52,7 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         cluster.start()
         worker = cluster.worker_config()
         torch.set_num_threads(worker.threads or torch.get_num_threads())
-        engine = _EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
+        engine = EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
         client = _Client(cluster.port, served_name(config.model.name), prompt)

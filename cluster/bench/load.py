@@ -1,4 +1,4 @@
-"""Load through the gateway over plain HTTP, and what came of each request.
+"""Load over plain HTTP on a server that speaks OpenAI's completions, and what came of each request.
 
 A client library would spend more on each token than the cluster does, on the same cores."""
 
@@ -15,74 +15,112 @@ import httpx
 
 from cluster.errors import UserError
 
+Chat = list[list[int]]
+"""The parts that a client adds, one a turn. Each turn's prompt is everything so far, answers included, and its part."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One streamed request: seconds to the first token and in all, and its token counts."""
+    """One streamed request: seconds to the first token and in all, its token counts, and the answer's token ids
+    (none from servers that do not send them)."""
 
     first_token_s: float
     total_s: float
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    answer: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All requests of one run and its duration in seconds."""
+    """All requests of one run, chat by chat in their order, and its duration in seconds."""
 
     timings: list[Timing]
     seconds: float
 
     def figures(self) -> dict[str, float]:
-        """Throughput in output tokens a second, median time to first token in seconds, cached share of the prompts."""
+        """Throughput in output tokens a second, median time to first token in seconds, cached share of the prompts,
+        duration."""
         return {
             "output tokens/s": sum(one.output_tokens for one in self.timings) / self.seconds,
             "median first token s": median(one.first_token_s for one in self.timings),
             "cached share": sum(one.cached_tokens for one in self.timings)
             / sum(one.prompt_tokens for one in self.timings),
+            "total s": self.seconds,
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and the name of its model."""
+
+    url: str
+    model: str
 
 
 class LoadError(UserError):
     """A request did not end as it should; the message has what came instead."""
 
 
-async def one(client: httpx.AsyncClient, model: str, prompt: list[int], output: int) -> Timing:
-    """Send one prompt of token ids and read its stream. Raises LoadError, or httpx.HTTPError."""
+def single(prompts: list[list[int]]) -> list[Chat]:
+    """Prompts as chats of one turn."""
+    return [[prompt] for prompt in prompts]
+
+
+def send(
+    target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None] = lambda: None
+) -> Run:
+    """Hold all chats, `concurrency` at a time, with answers of `output` tokens; `done` is called after each request.
+
+    Raises LoadError with the first request that fails.
+    """
+    try:
+        return asyncio.run(_send(target, chats, output, concurrency, done))
+    except httpx.HTTPError as error:
+        raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
+
+
+async def _send(target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None]) -> Run:
+    gate = asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits) as client:
+
+        async def hold(chat: Chat) -> list[Timing]:
+            timings: list[Timing] = []
+            prompt: list[int] = []
+            async with gate:
+                for part in chat:
+                    prompt = prompt + part
+                    timings.append(await _one(client, target.model, prompt, output))
+                    prompt = prompt + list(timings[-1].answer)
+                    done()
+            return timings
+
+        start = time.perf_counter()
+        timings = await asyncio.gather(*(hold(chat) for chat in chats))
+        return Run([one for chat in timings for one in chat], time.perf_counter() - start)
+
+
+async def _one(client: httpx.AsyncClient, model: str, prompt: list[int], output: int) -> Timing:
     start = time.perf_counter()
     first = 0.0
     wanted = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     wanted |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    events: list[str] = []
+    lines: list[str] = []
     async with client.stream("POST", "/v1/completions", json=wanted) as answer:
         async for line in answer.aiter_lines():
             if line and not first:
                 first = time.perf_counter() - start
-            events = [*events[-1:], line] if line else events
-    if answer.status_code != 200 or events[-1] != "data: [DONE]":
-        raise LoadError(f"{answer.status_code}: {events[-1][:300]}")
-    usage = json.loads(events[0].removeprefix("data: "))["usage"]
+            if line:
+                lines.append(line)
+    total = time.perf_counter() - start
+    if answer.status_code != 200 or not lines or lines[-1] != "data: [DONE]":
+        raise LoadError(f"{answer.status_code}: {lines[-1][:300] if lines else 'an empty answer'}")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    usage = events[-1]["usage"]
     if usage["completion_tokens"] != output:
         raise LoadError(f"{usage['completion_tokens']} tokens came instead of {output}")
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return Timing(first, time.perf_counter() - start, usage["prompt_tokens"], cached, usage["completion_tokens"])
-
-
-async def many(
-    url: str, model: str, prompts: list[list[int]], output: int, concurrency: int, done: Callable[[], None]
-) -> Run:
-    """Send all prompts, `concurrency` at a time."""
-    gate = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, timeout=1200, limits=limits) as client:
-
-        async def limited(prompt: list[int]) -> Timing:
-            async with gate:
-                timing = await one(client, model, prompt, output)
-            done()
-            return timing
-
-        start = time.perf_counter()
-        timings = await asyncio.gather(*(limited(prompt) for prompt in prompts))
-        return Run(list(timings), time.perf_counter() - start)
+    tokens = tuple(token for event in events for one in event["choices"] for token in one.get("token_ids", ()))
+    return Timing(first, total, usage["prompt_tokens"], cached, usage["completion_tokens"], tokens)

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from statistics import median
+from dataclasses import dataclass
 
-import ray
-from rich.console import Console
-from rich.progress import Progress
-
-from cluster.bench.load import Run, many
-from cluster.bench.report import Check, Report
-from cluster.config import ClusterConfig
-from cluster.launch import Cluster, connect, disconnect
-from cluster.models import resolve, served_name
+from cluster.bench.load import single
+from cluster.bench.report import Check, Figures, ratio
+from cluster.bench.sides import NO_REUSE, REUSE
+from cluster.bench.workload import Words, Work, Workload
 
 MIN_SPEEDUP = 4.1
 MAX_FIRST_TOKEN_SHARE = 0.12
@@ -25,8 +16,8 @@ MIN_CACHED_SHARE = 0.90
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """The work: `requests` prompts of `prefix` shared + `query` own tokens, `output` tokens each, `rounds` times."""
+class SharedPrefix(Workload):
+    """`requests` prompts of `prefix` shared + `query` own tokens, `output` tokens each."""
 
     prefix: int
     query: int
@@ -35,74 +26,18 @@ class Shape:
     concurrency: int
     rounds: int
 
+    def work(self, words: Words) -> Work:
+        """The prompts to measure, behind one that brings the prefix into the cache."""
+        prefix = words(self.prefix)
+        first, *rest = [prefix + own for own in words.parts(self.requests + 1, self.query)]
+        return Work(single(rest), self.output, self.concurrency, (first,))
 
-def prompts(shape: Shape, seed: int, vocabulary: int) -> tuple[list[int], list[list[int]]]:
-    """A prompt that brings the prefix into the cache, and the prompts to measure; the same for every side."""
-    draw = random.Random(seed)
-
-    def words(count: int) -> list[int]:
-        return [draw.randrange(vocabulary) for _ in range(count)]
-
-    prefix = words(shape.prefix)
-    return prefix + words(shape.query), [prefix + words(shape.query) for _ in range(shape.requests)]
-
-
-def run(config: ClusterConfig, shape: Shape, compare: bool) -> Report:
-    """Measure. With `compare`, a second cluster without prefix cache does the same work, in turns with the first."""
-    model, name = resolve(config.model.name), served_name(config.model.name)
-    sides = {"reuse": config}
-    if compare:
-        sides["no reuse"] = _without_cache(config)
-    runs: dict[str, list[Run]] = {side: [] for side in sides}
-    connect(None)
-    clusters = {side: _cluster(one, model, side) for side, one in sides.items()}
-    try:
-        with Progress(console=Console(stderr=True)) as progress:
-            for cluster in clusters.values():
-                cluster.start()
-            vocabulary = clusters["reuse"].statuses()[0].vocab_size
-            task = progress.add_task("requests", total=len(sides) * shape.rounds * (shape.requests + 1))
-            for round_number in range(shape.rounds):
-                first, rest = prompts(shape, seed=round_number, vocabulary=vocabulary)
-                for side, cluster in clusters.items():
-
-                    def send(some: list[list[int]], output: int, url: str = cluster.url) -> Run:
-                        done = lambda: progress.advance(task)  # noqa: E731
-                        return asyncio.run(many(url, name, some, output, shape.concurrency, done))
-
-                    send([first], 1)
-                    runs[side].append(send(rest, shape.output))
-    finally:
-        for cluster in clusters.values():
-            cluster.stop()
-        disconnect()
-    results = {side: _median(some) for side, some in runs.items()}
-    return Report({**asdict(shape), "model": name}, results, _checks(results))
-
-
-def _without_cache(config: ClusterConfig) -> ClusterConfig:
-    return config.model_copy(update={"worker": config.worker.model_copy(update={"prefix_cache": False})})
-
-
-def _cluster(config: ClusterConfig, model: Path, side: str) -> Cluster:
-    free_port = config.gateway.model_copy(update={"port": 0})
-    name = f"bench-{side.replace(' ', '-')}"
-    assert ray.is_initialized()
-    return Cluster(config.model_copy(update={"gateway": free_port}), model, name)
-
-
-def _median(runs: list[Run]) -> dict[str, float]:
-    figures = [one.figures() for one in runs]
-    return {name: median(one[name] for one in figures) for name in figures[0]}
-
-
-def _checks(results: dict[str, dict[str, float]]) -> list[Check]:
-    reuse = results["reuse"]
-    checks = [Check("cached share of prompt tokens", reuse["cached share"], "", MIN_CACHED_SHARE, at_least=True)]
-    if "no reuse" in results:
-        without = results["no reuse"]
-        speedup = reuse["output tokens/s"] / without["output tokens/s"]
-        share = reuse["median first token s"] / without["median first token s"]
-        checks.append(Check("throughput against no reuse", speedup, "x", MIN_SPEEDUP, at_least=True))
-        checks.append(Check("median first token against no reuse", share, "", MAX_FIRST_TOKEN_SHARE, at_least=False))
-    return checks
+    def checks(self, results: dict[str, Figures]) -> list[Check]:
+        """Throughput, first token and cached share."""
+        sides = (REUSE, NO_REUSE)
+        share, first = "cached share of prompt tokens", "median first token against no reuse"
+        return [
+            Check(share, results[REUSE]["cached share"], "", MIN_CACHED_SHARE, at_least=True),
+            *ratio("throughput against no reuse", results, "output tokens/s", sides, MIN_SPEEDUP, at_least=True),
+            *ratio(first, results, "median first token s", sides, MAX_FIRST_TOKEN_SHARE, at_least=False),
+        ]
