@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -186,6 +187,53 @@ def engine(
 
     flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
     _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
+
+
+@app.command("peers")
+def peers(
+    llama_server: Annotated[str | None, typer.Option(help="llama.cpp's llama-server")] = None,
+    llama_bench: Annotated[str | None, typer.Option(help="llama.cpp's llama-bench")] = None,
+    llama_batched_bench: Annotated[str | None, typer.Option(help="llama.cpp's llama-batched-bench")] = None,
+    gguf: Annotated[Path | None, typer.Option(help="the same weights for llama.cpp, in bfloat16")] = None,
+    transformers: Annotated[bool, typer.Option("--transformers", help="transformers' generate_batch too")] = False,
+    png: Annotated[Path | None, typer.Option(help="draw the table into this file (needs matplotlib)")] = None,
+    prefix: Annotated[int, typer.Option(min=1, help="tokens that the shared prompts share")] = 2000,
+    query: Annotated[int, typer.Option(min=1, help="tokens of each shared prompt's own")] = 200,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each different prompt")] = 250,
+    output: Output = 64,
+    requests: Annotated[int, typer.Option(min=1, help="number of shared prompts")] = 16,
+    different: Annotated[int, typer.Option(min=1, help="number of different prompts")] = 32,
+    concurrency: Concurrency = 16,
+    context: Annotated[int, typer.Option(min=1, help="prompt tokens for the engines alone")] = 2048,
+    streams: Annotated[int, typer.Option(min=2, help="sequences that share that prompt")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps of the engines alone")] = 64,
+    rounds: Rounds = 1,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of the peers and of the engine alone; default: all cores")
+    ] = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """Headwater against other servers of this machine, one after another, on the same prompts and with the same
+    client: serving behind a shared prefix, serving of different prompts, and the engines alone. What is not given or
+    fails is left out with a note, and its checks with it. llama.cpp's server runs in its best setting: one slot for
+    the shared prefix, as many slots as requests under way for different prompts."""
+    from cluster.bench.peers import chart
+    from cluster.bench.peers.llama_cpp import LlamaCpp
+    from cluster.bench.peers.run import run
+    from cluster.bench.peers.shape import Shape
+
+    if png is not None:
+        chart.check_png(png)
+    shape = Shape(prefix, query, prompt, output, requests, different, concurrency, context, streams, steps, rounds)
+    llama = LlamaCpp(gguf, llama_server, llama_bench, llama_batched_bench, threads or len(os.sched_getaffinity(0)))
+    report = run(_settings(config, model, dtype), shape, llama, transformers)
+    if png is not None:
+        chart.draw(report, png)
+    _report(report, as_json, check)
 
 
 def _settings(config: Path | None, model: str | None, dtype: str | None) -> ClusterConfig:

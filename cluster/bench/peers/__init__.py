@@ -1,0 +1,1 @@
+"""`headwater bench peers`: the same work on Headwater and on other servers of this machine."""
