@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 import torch
-from rich.console import Console
 
 from cluster.bench.alone import EngineAlone
 from cluster.bench.report import Check, Figures, Report, medians, ratio
@@ -58,21 +57,20 @@ def measure(config: ClusterConfig, shape: Shape, threads: int, both: bool = True
     path = resolve(config.model.name)
     check_architecture(path)
     torch.set_num_threads(threads)
-    with Console(stderr=True).status("loading the model") as status:
-        model = Model(path, config.worker.dtype, config.worker.device)
-        engine = _engine(model, config.worker, shared=True)
-        apart = _engine(model, config.worker, shared=False) if both else None
-        sides: dict[str, list[Figures]] = {SHARED: [], **({APART: []} if both else {})}
-        for number in range(shape.rounds):
-            status.update(f"round {number + 1} of {shape.rounds}")
-            words = Words(number, model.vocab_size)
-            prefix, own = words(shape.context), words.parts(shape.streams, 1)
-            prefill = {shape.prefill: shape.context / engine.first_token_s(prefix)}
-            one, many = _decode(engine, shape, prefix, own[:1]), _decode(engine, shape, prefix, own)
-            sides[SHARED].append({**prefill, **one, **many})
-            if apart is not None:
-                apart.first_token_s(prefix)
-                sides[APART].append(_decode(apart, shape, prefix, own))
+    model = Model(path, config.worker.dtype, config.worker.device)
+    engine = _engine(model, config.worker, shared=True)
+    apart = _engine(model, config.worker, shared=False) if both else None
+    engine.first_token_s(Words(shape.rounds, model.vocab_size)(shape.context))  # the first pass of a size is slower
+    sides: dict[str, list[Figures]] = {SHARED: [], **({APART: []} if both else {})}
+    for number in range(shape.rounds):
+        words = Words(number, model.vocab_size)
+        prefix, own = words(shape.context), words.parts(shape.streams, 1)
+        prefill = {shape.prefill: shape.context / engine.first_token_s(prefix)}
+        one, many = _decode(engine, shape, prefix, own[:1]), _decode(engine, shape, prefix, own)
+        sides[SHARED].append({**prefill, **one, **many})
+        if apart is not None:
+            apart.first_token_s(prefix)
+            sides[APART].append(_decode(apart, shape, prefix, own))
     return {side: medians(rounds) for side, rounds in sides.items()}, model
 
 

@@ -69,7 +69,7 @@ def _measure(configs: dict[str, ClusterConfig], workload: Workload) -> dict[str,
     """Each side's runs. Every second round the sides change places, so that a machine that becomes slower or faster
     meanwhile favours neither."""
     runs: dict[str, list[Run]] = {name: [] for name in configs}
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True), refresh_per_second=2) as progress:
         task = progress.add_task("starting", total=None)
         with started(configs) as sides:
             vocabulary = next(iter(sides.values())).vocabulary

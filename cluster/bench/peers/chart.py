@@ -9,7 +9,7 @@ from typing import Any
 from cluster.bench.report import Check, Report
 from cluster.errors import UserError
 
-OK, MISSED, TARGET = "#2e7d32", "#c62828", "#444444"
+OK, MISSED, BOUND = "#2e7d32", "#c62828", "#444444"
 ROW_INCHES = 0.34
 WIDTH_INCHES = 13.0
 
@@ -23,45 +23,46 @@ def check_png(file: Path) -> None:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Write the picture: the table above, the checks below as value over bound on a logarithmic axis."""
+    """Write the picture: the table above, the checks below as multiples of their bounds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows, checks = report.rows, report.checks
-    heights = [len(rows) + 2, 1.5 * len(checks) + 1.5] if checks else [len(rows) + 2]
-    figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * (sum(heights) + 2)), layout="constrained")
+    heights = [len(rows) + 3.0, 1.5 * len(checks) + 2] if checks else [len(rows) + 3.0]
+    figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * (sum(heights) + 1)), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(f"headwater bench peers: {report.config.get('model', '')}")
-    panels[0].axis("off")
-    table = panels[0].table(
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    _table(parts[0].subplots(), list(report.results), rows)
+    if checks:
+        _bars(parts[1].subplots(), checks)
+    figure.savefig(file, dpi=120)
+
+
+def _table(panel: Any, sides: list[str], rows: list[tuple[str, list[str]]]) -> None:
+    panel.axis("off")
+    table = panel.table(
         cellText=[[name, *values] for name, values in rows],
-        colLabels=["", *report.results],
-        colWidths=[0.46, *([0.54 / len(report.results)] * len(report.results))],
-        loc="center",
+        colLabels=["", *(side.replace(" / ", "\n/ ") for side in sides)],
+        colWidths=[0.46, *([0.54 / len(sides)] * len(sides))],
+        bbox=(0, 0, 1, 1),
     )
     table.auto_set_font_size(False)
     table.set_fontsize(9)
-    table.scale(1, 1.4)
-    for (_, column), cell in table.get_celld().items():
-        if column == 0:
-            cell.set_text_props(ha="left")
-    if checks:
-        _bars(panels[1], checks)
-    figure.savefig(file, dpi=120)
+    for row in range(1, len(rows) + 1):
+        table[row, 0].set_text_props(ha="left")
+        table[row, 0].PAD = 0.02
 
 
 def _bars(panel: Any, checks: list[Check]) -> None:
     """Bars that reach over the line keep their bound, whichever way it goes."""
-    fractions = [margin(check) for check in checks]
     labels = [f"{check.name}\n{check.value:.3g} (bound {check.bound_text})" for check in checks]
     colours = [OK if check.ok else MISSED for check in checks]
-    panel.barh(labels, fractions, color=colours, height=0.6)
-    panel.axvline(1.0, color=TARGET, linewidth=1)
-    panel.set_xscale("log", base=2)
+    panel.barh(labels, [margin(check) for check in checks], color=colours, height=0.6)
+    panel.axvline(1.0, color=BOUND, linewidth=1)
     panel.invert_yaxis()
     panel.tick_params(axis="y", labelsize=8)
-    panel.set_xlabel("times the bound (right of the line: kept)")
+    panel.set_xlabel("times as good as the bound")
 
 
 def margin(check: Check) -> float:

@@ -33,12 +33,12 @@ class Step:
 def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: bool) -> Report:
     """Measure what is there; the report's notes say what is not, and what failed."""
     steps = Bench(config, shape, llama, transformers).steps()
-    with Console(stderr=True).status("starting") as status:
-        for number in range(shape.rounds):
-            for step in steps:
-                if step.missing is None:
-                    status.update(f"round {number + 1} of {shape.rounds}: {step.side}, {step.name}")
-                    _measure(step, number)
+    console = Console(stderr=True, highlight=False)  # plain lines: a spinner would take time from what is measured
+    for number in range(shape.rounds):
+        for step in steps:
+            if step.missing is None:
+                console.print(f"round {number + 1} of {shape.rounds}: {step.side}, {step.name}")
+                _measure(step, number)
     results: dict[str, Figures] = {}
     for step in steps:
         if step.missing is None:

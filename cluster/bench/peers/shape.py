@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cluster.bench.engine import Shape as EngineShape
 from cluster.bench.no_reuse_cost import NoReuseCost
+from cluster.bench.peers.llama_cpp import REPETITIONS
 from cluster.bench.report import Check, Figures, ratio
 from cluster.bench.shared_prefix import SharedPrefix
 
@@ -43,8 +44,8 @@ class Shape:
 
     @property
     def engine(self) -> EngineShape:
-        """The work of engines alone, one round."""
-        return EngineShape(self.context, self.streams, self.steps, 1)
+        """The work of engines alone, as often as llama-bench repeats it."""
+        return EngineShape(self.context, self.streams, self.steps, REPETITIONS)
 
     def of_shared(self, figure: str) -> str:
         """Name of a figure of the shared work."""
