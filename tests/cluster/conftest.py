@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import ray
+import torch
 
 from cluster.config import ClusterConfig, load
 from cluster.launch import Cluster, connect, disconnect
@@ -14,6 +14,16 @@ from tests import model_zoo
 
 Launch = Callable[..., Cluster]
 PAIR_CONTEXT = 2048
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread() -> Iterator[None]:
+    """References are computed beside clusters that run; torch threads that wait for busy cores lose far more than a
+    second thread gains."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
@@ -68,15 +78,3 @@ def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
-
-
-def alive(cluster: Cluster) -> set[str]:
-    """Names of the workers whose processes live."""
-    names = set()
-    for name, _ in cluster.config.workers:
-        try:
-            ray.get(cluster.worker(name).status.remote(), timeout=10)
-            names.add(name)
-        except ray.exceptions.RayActorError:
-            pass
-    return names

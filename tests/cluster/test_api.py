@@ -6,6 +6,7 @@ import httpx
 import openai
 import pytest
 from openai import OpenAI
+from openai.types import CompletionUsage
 from transformers import AutoTokenizer
 
 from cluster.launch import Cluster
@@ -144,6 +145,41 @@ def test_stop_strings(client: OpenAI) -> None:
     )
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text[: text.index(stop)]
     assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+FIRST_WORDS = "One two three four " * 20  # longer than a block, so that there is KV to hand over
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("skipped", "length"), [(0, 1), (1, 2), (0, 12)])
+def test_a_stop_string_in_the_first_tokens_leaves_nothing_behind(
+    client: OpenAI, pair: Cluster, tokenizer, skipped: int, length: int, stream: bool
+) -> None:  # type: ignore[no-untyped-def]
+    """The gateway finds it while prefill worker and decode worker are still handing over."""
+    wanted = {"model": MODEL, "prompt": FIRST_WORDS, "max_tokens": 200, "temperature": 0}
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    whole = client.completions.create(**wanted | {"max_tokens": 12}, extra_body=extra).choices[0]
+    stop = whole.text[skipped : skipped + length]
+    kept = whole.text[: whole.text.index(stop)]
+    ids = whole.model_extra["token_ids"]
+    used = next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+    text, reason, usage = finish(client, stream, **wanted, stop=[stop], extra_body=extra)
+    assert (text, reason) == (kept, "stop")
+    assert len(text) <= skipped
+    assert usage.completion_tokens == used
+    assert usage.total_tokens == usage.prompt_tokens + used == len(tokenizer(FIRST_WORDS)["input_ids"]) + used
+    assert_balance(pair, within_s=2)
+
+
+def finish(client: OpenAI, stream: bool, **wanted: object) -> tuple[str, str, CompletionUsage]:
+    """Text, finish reason and usage of a completion."""
+    if not stream:
+        answer = client.completions.create(**wanted)
+        return answer.choices[0].text, answer.choices[0].finish_reason, answer.usage
+    chunks = list(client.completions.create(**wanted, stream=True, stream_options={"include_usage": True}))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    (reason,) = (choice.finish_reason for choice in choices if choice.finish_reason)
+    return "".join(choice.text for choice in choices), reason, chunks[-1].usage
 
 
 def test_several_prompts_keep_their_order(client: OpenAI) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import ray
 from transformers import BertConfig
 
 from tests.cluster.conftest import free_port
@@ -144,10 +145,12 @@ def test_start_up_errors_are_one_line(tiny: Path, tmp_path: Path) -> None:
     fails_with("nowhere.yaml", "serve", "--config", str(tmp_path / "nowhere.yaml"), *port)
 
 
-def test_errors_of_workers_are_one_line(tiny: Path) -> None:
-    port = ("--port", str(free_port()), "--model", str(tiny))
-    fails_with(r"kv_memory: .*needs \d+ blocks, \d+ bytes", "serve", "--kv-memory", "64KiB", *port)
-    fails_with("max_model_len: 999999 is more than", "serve", "--max-model-len", "999999", *port)
+def test_errors_of_workers_are_one_line(local_ray: None, tiny: Path) -> None:
+    """On a Ray cluster that `serve` starts, and on one that runs."""
+    one = ("--port", str(free_port()), "--model", str(tiny), "--prefill", "0", "--decode", "0", "--both", "1")
+    running = ("--address", ray.get_runtime_context().gcs_address)
+    fails_with(r"kv_memory: .*needs \d+ blocks, \d+ bytes", "serve", "--kv-memory", "64KiB", *one)
+    fails_with("max_model_len: 999999 is more than", "serve", "--max-model-len", "999999", *running, *one)
 
 
 def test_an_unreachable_ray_cluster_is_named(tiny: Path) -> None:

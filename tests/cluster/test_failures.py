@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from cluster.launch import Cluster
 from tests import model_zoo
 from tests.cluster.checks import assert_alive, assert_balance, statuses
-from tests.cluster.conftest import Launch, alive
+from tests.cluster.conftest import Launch
 
 MODEL = "tiny-llama"
 VOCABULARY = 512
@@ -38,7 +38,14 @@ def pid(cluster: Cluster, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def quads(launch: Launch, tiny: Path) -> Cluster:
-    return launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="64MiB")
+    """Tests that kill its workers come after those that need all of them."""
+    return launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="48MiB")
+
+
+@pytest.fixture(scope="module")
+def narrow(launch: Launch, tiny: Path) -> Cluster:
+    """One request at a time on each worker, and one that waits. The last test kills its gateway."""
+    return launch(tiny, worker__kv_memory="64MiB", worker__max_waiting=1, worker__max_running=1)
 
 
 def test_a_stream_closed_early_frees_everything(quads: Cluster) -> None:
@@ -73,97 +80,6 @@ def test_a_client_that_leaves_during_prefill_stops_the_work(pair: Cluster, strea
     assert_balance(pair, within_s=2)
 
 
-def test_a_decode_worker_killed_in_mid_stream_does_not_show(quads: Cluster, tiny: Path) -> None:
-    prompt, expected = model_zoo.clear_prompt(tiny, 40, 120, seed=3)
-    busy: list[str] = []
-
-    def kill_the_busy_one() -> None:
-        while not busy:
-            busy.extend(one.name for one in statuses(quads) if one.role == "decode" and one.running)
-        time.sleep(0.05)
-        os.kill(pid(quads, busy[0]), signal.SIGKILL)
-
-    threading.Thread(target=kill_the_busy_one).start()
-    client = OpenAI(base_url=f"{quads.url}/v1", api_key="none", max_retries=0, timeout=60)
-    extra = {"ignore_eos": True, "return_token_ids": True}
-    stream = client.completions.create(
-        model=MODEL, prompt=prompt, max_tokens=120, temperature=0, stream=True, extra_body=extra
-    )
-    ids = [token for chunk in stream for choice in chunk.choices for token in choice.model_extra["token_ids"]]
-    assert ids == expected
-    assert busy[0] not in alive(quads)
-    assert_balance(quads)
-
-
-def test_a_prefill_worker_killed_while_computing_does_not_show(quads: Cluster, tiny: Path) -> None:
-    draw = random.Random(5)
-    prompts = [[draw.randrange(VOCABULARY) for _ in range(1500)] for _ in range(12)]
-    victim = pid(quads, "prefill-0")
-
-    async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            sent = [
-                asyncio.create_task(client.post(f"{quads.url}/v1/completions", json=body(one, 4))) for one in prompts
-            ]
-            while not (await asyncio.to_thread(ray.get, quads.worker("prefill-0").status.remote())).running:
-                await asyncio.sleep(0)
-            os.kill(victim, signal.SIGKILL)
-            return await asyncio.gather(*sent)
-
-    found = asyncio.run(run())
-    assert [one.status_code for one in found] == [200] * len(prompts)
-    again = [httpx.post(f"{quads.url}/v1/completions", json=body(one, 4), timeout=60).json() for one in prompts]
-    assert [one.json()["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in again]
-    assert_balance(quads)
-
-
-def test_without_a_role_the_answer_is_503_at_once(launch: Launch, tiny: Path) -> None:
-    cluster = launch(tiny, worker__kv_memory="64MiB")
-    os.kill(pid(cluster, "decode-0"), signal.SIGKILL)
-    until = time.monotonic() + 5
-    while httpx.get(f"{cluster.url}/ready").status_code != 503:
-        assert time.monotonic() < until
-    start = time.monotonic()
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body([1, 2, 3], 4), timeout=10)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert time.monotonic() - start < 1
-    assert httpx.get(f"{cluster.url}/v1/models").status_code == 503
-    assert httpx.get(f"{cluster.url}/health").status_code == 200
-    cluster.stop()
-
-
-def test_a_gateway_killed_in_mid_stream_frees_the_workers(launch: Launch, tiny: Path) -> None:
-    cluster = launch(tiny, worker__kv_memory="64MiB")
-    gateway = ray.get(cluster.gateway.ping.remote())
-    client = OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=30)
-    stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1500, stream=True)
-    next(iter(stream))
-    os.kill(gateway, signal.SIGKILL)
-    with pytest.raises(openai.APIConnectionError):
-        list(stream)
-    until = time.monotonic() + 3
-    while any(one.running or one.waiting for one in statuses(cluster)):
-        assert time.monotonic() < until, "the workers still work for nobody"
-        time.sleep(0.05)
-    cluster.stop()
-
-
-def test_a_full_queue_is_429_at_once(launch: Launch, tiny: Path) -> None:
-    cluster = launch(tiny, worker__kv_memory="64MiB", worker__max_waiting=1, worker__max_running=1)
-
-    async def run() -> list[httpx.Response]:
-        async with httpx.AsyncClient(timeout=60) as client:
-            wanted = [body([number] * 800, 60) for number in range(30)]
-            return await asyncio.gather(*(client.post(f"{cluster.url}/v1/completions", json=one) for one in wanted))
-
-    found = asyncio.run(run())
-    assert {one.status_code for one in found} == {200, 429}
-    assert all(one.headers["retry-after"] for one in found if one.status_code == 429)
-    assert_balance(cluster)
-    assert_alive(cluster, MODEL)
-    cluster.stop()
-
-
 class Judge:
     """Greedy answers of the tiny model, by transformers. A near-tie may go either way."""
 
@@ -177,11 +93,9 @@ class Judge:
         return bool((logits.max(dim=1).values - chosen < 1e-3).all())
 
 
-def test_random_requests_get_right_answers_or_proper_errors(launch: Launch, tiny: Path) -> None:
+def test_random_requests_get_right_answers_or_proper_errors(quads: Cluster, tiny: Path) -> None:
     """300 requests of 1 to 1,800 tokens, a third cut by their clients, a fifth invalid; memory stays in its budget."""
-    cluster = launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="48MiB")
-    check_random_requests(cluster, MODEL, VOCABULARY, Judge(tiny), weights=0)
-    cluster.stop()
+    check_random_requests(quads, MODEL, VOCABULARY, Judge(tiny), weights=0)
 
 
 @pytest.mark.long
@@ -249,3 +163,91 @@ def check_random_requests(cluster: Cluster, model: str, vocabulary: int, judge: 
     budget = weights + cluster.config.worker.kv_memory + LIMIT_OVER_BUDGET
     assert len(peaks) == len(cluster.config.workers)
     assert max(peaks.values()) <= budget, peaks
+
+
+def test_a_decode_worker_killed_in_mid_stream_does_not_show(quads: Cluster, tiny: Path) -> None:
+    prompt, expected = model_zoo.clear_prompt(tiny, 40, 120, seed=3)
+    busy: list[str] = []
+
+    def kill_the_busy_one() -> None:
+        while not busy:
+            busy.extend(one.name for one in statuses(quads) if one.role == "decode" and one.running)
+        time.sleep(0.05)
+        os.kill(pid(quads, busy[0]), signal.SIGKILL)
+
+    threading.Thread(target=kill_the_busy_one).start()
+    client = OpenAI(base_url=f"{quads.url}/v1", api_key="none", max_retries=0, timeout=60)
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    stream = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=120, temperature=0, stream=True, extra_body=extra
+    )
+    ids = [token for chunk in stream for choice in chunk.choices for token in choice.model_extra["token_ids"]]
+    assert ids == expected
+    assert busy[0] not in {one.name for one in statuses(quads)}
+    assert_balance(quads)
+
+
+def test_a_prefill_worker_killed_while_computing_does_not_show(quads: Cluster, tiny: Path) -> None:
+    draw = random.Random(5)
+    prompts = [[draw.randrange(VOCABULARY) for _ in range(1500)] for _ in range(12)]
+    victim = pid(quads, "prefill-0")
+
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            sent = [
+                asyncio.create_task(client.post(f"{quads.url}/v1/completions", json=body(one, 4))) for one in prompts
+            ]
+            while not (await asyncio.to_thread(ray.get, quads.worker("prefill-0").status.remote())).running:
+                await asyncio.sleep(0)
+            os.kill(victim, signal.SIGKILL)
+            return await asyncio.gather(*sent)
+
+    found = asyncio.run(run())
+    assert [one.status_code for one in found] == [200] * len(prompts)
+    again = [httpx.post(f"{quads.url}/v1/completions", json=body(one, 4), timeout=60).json() for one in prompts]
+    assert [one.json()["choices"][0]["text"] for one in found] == [one["choices"][0]["text"] for one in again]
+    assert_balance(quads)
+
+
+def test_without_a_role_the_answer_is_503_at_once(quads: Cluster) -> None:
+    """Last of the tests that share this cluster."""
+    for one in statuses(quads):
+        if one.role == "decode":
+            os.kill(one.pid, signal.SIGKILL)
+    until = time.monotonic() + 5
+    while httpx.get(f"{quads.url}/ready").status_code != 503:
+        assert time.monotonic() < until
+    start = time.monotonic()
+    answer = httpx.post(f"{quads.url}/v1/completions", json=body([1, 2, 3], 4), timeout=10)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert time.monotonic() - start < 1
+    assert httpx.get(f"{quads.url}/v1/models").status_code == 503
+    assert httpx.get(f"{quads.url}/health").status_code == 200
+
+
+def test_a_full_queue_is_429_at_once(narrow: Cluster) -> None:
+    async def run() -> list[httpx.Response]:
+        async with httpx.AsyncClient(timeout=60) as client:
+            wanted = [body([number] * 800, 60) for number in range(30)]
+            return await asyncio.gather(*(client.post(f"{narrow.url}/v1/completions", json=one) for one in wanted))
+
+    found = asyncio.run(run())
+    assert {one.status_code for one in found} == {200, 429}
+    assert all(one.headers["retry-after"] for one in found if one.status_code == 429)
+    assert_balance(narrow)
+    assert_alive(narrow, MODEL)
+
+
+def test_a_gateway_killed_in_mid_stream_frees_the_workers(narrow: Cluster) -> None:
+    """Last of the tests that share this cluster."""
+    gateway = ray.get(narrow.gateway.ping.remote())
+    client = OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=30)
+    stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1500, stream=True)
+    next(iter(stream))
+    os.kill(gateway, signal.SIGKILL)
+    with pytest.raises(openai.APIConnectionError):
+        list(stream)
+    until = time.monotonic() + 3
+    while any(one.running or one.waiting for one in statuses(narrow)):
+        assert time.monotonic() < until, "the workers still work for nobody"
+        time.sleep(0.05)
