@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -40,64 +40,82 @@ def create_app(
         if not ready():
             raise unavailable("no worker of each role is ready")
 
-    @app.exception_handler(ApiError)
-    async def on_api_error(request: Request, error: ApiError) -> JSONResponse:
-        _count(request, "client_error" if error.status < 500 else "error")
-        return error.response()
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientGone, _on_client_gone)
+    app.add_exception_handler(Exception, _on_bug)
+    app.include_router(_operator_routes(check_ready, render))
+    app.include_router(_openai_routes(service, check_ready, max_body_bytes))
+    return app
 
-    @app.exception_handler(HTTPException)
-    async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
 
-    @app.exception_handler(ClientGone)
-    async def on_client_gone(request: Request, _: ClientGone) -> Response:
-        _count(request, "cancelled")
-        return Response(status_code=CLIENT_CLOSED)
+def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes]) -> APIRouter:
+    routes = APIRouter()
 
-    @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> JSONResponse:
-        _log.error("%s failed", request.url.path, exc_info=error)
-        _count(request, "error")
-        return failed("internal error").response()
-
-    @app.get("/health")
+    @routes.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @routes.get("/ready")
     async def is_ready() -> dict[str, str]:
         check_ready()
         return {"status": "ready"}
 
-    @app.get("/metrics")
+    @routes.get("/metrics")
     async def metrics_text() -> Response:
         return Response(await asyncio.to_thread(render), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/models")
+    return routes
+
+
+def _openai_routes(service: Service, check_ready: Callable[[], None], max_body_bytes: int) -> APIRouter:
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get("/models")
     async def models() -> dict[str, Any]:
         check_ready()
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{name:path}")
+    @routes.get("/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return _model(service)
 
-    @app.post("/v1/chat/completions")
+    @routes.post("/chat/completions")
     async def chat(request: Request) -> Response:
         check_ready()
         wanted = parse(ChatRequest, await _body(request, max_body_bytes))
         jobs = await service.chat(wanted)
         return await _respond(request, service, jobs, ChatAnswer(wanted, jobs), bool(wanted.stream))
 
-    @app.post("/v1/completions")
+    @routes.post("/completions")
     async def completions(request: Request) -> Response:
         check_ready()
         wanted = parse(CompletionRequest, await _body(request, max_body_bytes))
         jobs = await service.completion(wanted)
         return await _respond(request, service, jobs, CompletionAnswer(wanted, jobs), bool(wanted.stream))
 
-    return app
+    return routes
+
+
+async def _on_api_error(request: Request, error: Any) -> Response:
+    _count(request, "client_error" if error.status < 500 else "error")
+    return error.response()
+
+
+async def _on_http_error(request: Request, error: Any) -> Response:
+    return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+
+
+async def _on_client_gone(request: Request, _: Exception) -> Response:
+    _count(request, "cancelled")
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    _log.error("%s failed", request.url.path, exc_info=error)
+    _count(request, "error")
+    return failed("internal error").response()
 
 
 def _model(service: Service) -> dict[str, Any]:
