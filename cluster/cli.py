@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,6 +27,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
+PING_TIMEOUT_S = 30.0
 READY = """\
 Headwater is ready: {model} on {url}
 
@@ -87,7 +89,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
-    from cluster.launch import Cluster, connect, disconnect
+    from cluster.launch import STOP_S, Cluster, connect, disconnect
     from cluster.models import served_name
 
     status = _errors.status("starting Ray")
@@ -102,14 +104,17 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         _on_signals(signal.SIG_IGN)
         disconnect()
         raise
+    until = None
     try:
         typer.echo(READY.format(python=sys.executable, model=served_name(settings.model.name), url=cluster.url))
-        code = _wait(cluster, stop)
+        healthy = _wait(cluster, stop)
+        until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
+        healthy = healthy and _drain(cluster)
     finally:
         _on_signals(signal.SIG_IGN)
-        cluster.stop()
-        disconnect()
-    raise typer.Exit(code)
+        cluster.stop(until)
+        disconnect(until)
+    raise typer.Exit(0 if healthy else 1)
 
 
 def _interrupt(*_: object) -> None:
@@ -121,28 +126,40 @@ def _on_signals(handler: Any) -> None:
         signal.signal(one, handler)
 
 
-def _wait(cluster: Any, stop: SimpleQueue[None]) -> int:
-    """Wait for a signal, then drain; exit code 1 when the gateway dies by itself."""
+def _wait(cluster: Any, stop: SimpleQueue[None]) -> bool:
+    """Wait for a signal; False when the gateway dies by itself. A gateway that hangs must not delay the signal."""
     import ray
     from ray.exceptions import RayError
 
+    ping, until = cluster.gateway.ping.remote(), time.monotonic() + PING_TIMEOUT_S
     while True:
         with suppress(Empty):
             stop.get(timeout=1.0)
-            break
-        try:
-            ray.get(cluster.gateway.ping.remote(), timeout=30)
-        except RayError as error:
-            _errors.print(f"error: the gateway died: {type(error).__name__}")
-            return 1
+            return True
+        if ray.wait([ping], timeout=0)[0]:
+            try:
+                ray.get(ping)
+            except RayError as error:
+                _errors.print(f"error: the gateway died: {type(error).__name__}")
+                return False
+            ping, until = cluster.gateway.ping.remote(), time.monotonic() + PING_TIMEOUT_S
+        elif time.monotonic() > until:
+            _errors.print(f"error: the gateway has not answered for {PING_TIMEOUT_S:.0f} s")
+            return False
+
+
+def _drain(cluster: Any) -> bool:
+    """Let running requests finish; False when that fails."""
+    from ray.exceptions import RayError
+
     _errors.print("stopping: running requests may finish")
     try:
         if cut := cluster.drain():
             _errors.print(f"{cut} requests were cut off")
     except RayError as error:
         _errors.print(f"error: draining failed: {type(error).__name__}")
-        return 1
-    return 0
+        return False
+    return True
 
 
 def _check_port(settings: ClusterConfig) -> None:

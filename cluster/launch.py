@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,12 @@ MAX_CONCURRENCY = 100_000
 """Calls of an actor that may be open at a time: requests wait in them, and an abort must never queue behind those."""
 CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 2.0
+DRAIN_END_S = 1.5
+"""What a drain may take beyond the time that requests are given: the end of the HTTP server."""
+STOP_S = 4.0
+"""Bound of everything that follows when requests have had their time: `DRAIN_END_S`, workers, Ray and its processes."""
+KILL_S = 0.5
+"""How long killed processes may take to vanish."""
 
 
 class LaunchError(UserError):
@@ -68,15 +75,22 @@ def _check_reachable(address: str) -> None:
         raise LaunchError(f"Ray cluster {address} cannot be reached: {error}") from None
 
 
-def disconnect() -> None:
-    """Leave Ray; a local cluster ends with every process that it started here."""
+def disconnect(until: float | None = None) -> None:
+    """Leave Ray. A local cluster ends with every process that it started here; what is still there at about `until`
+    (monotonic; default: `STOP_S` from now) is killed."""
+    until = time.monotonic() + STOP_S if until is None else until
     processes = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _, alive = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+    ray.shutdown()  # has bounds of its own: a second for each of Ray's processes
+    _, alive = psutil.wait_procs(processes, timeout=_share(until))
     for process in alive:
-        if process.is_running():
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+    psutil.wait_procs(alive, timeout=KILL_S)
+
+
+def _share(until: float) -> float:
+    """What one of several steps may take that must all be over at `until`: half of what is left."""
+    return max(0.0, until - time.monotonic()) / 2
 
 
 class Cluster:
@@ -88,6 +102,7 @@ class Cluster:
         self._model = model
         self._name = name
         self._actors: dict[str, Any] = {}
+        self._threads: list[int] = []
 
     @property
     def url(self) -> str:
@@ -124,26 +139,27 @@ class Cluster:
 
     def drain(self) -> int:
         """Let running requests finish, up to the configured time; returns how many were cut off."""
-        return int(ray.get(self.gateway.drain.remote(), timeout=self.config.gateway.drain_s + 5))
+        return int(ray.get(self.gateway.drain.remote(), timeout=self.config.gateway.drain_s + DRAIN_END_S))
 
-    def stop(self) -> None:
-        """End every actor, the gateway first."""
+    def stop(self, until: float | None = None) -> None:
+        """End every actor, the gateway first. Workers may take half of the time until `until` (monotonic; default:
+        `STOP_S` from now) to end by themselves."""
+        until = time.monotonic() + STOP_S if until is None else until
         if (gateway := self._actors.pop(GATEWAY, None)) is not None:
             ray.kill(gateway)
         workers, self._actors = list(self._actors.values()), {}
         if workers:
-            ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=STOP_TIMEOUT_S)
+            ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=_share(until))
         for one in workers:
             ray.kill(one)
 
     def _start_workers(self, progress: Callable[[str], None]) -> None:
-        config = self.worker_config()
+        config = self.config.worker
         workers = self.config.workers
         model_name = served_name(self.config.model.name)
         available = 0.0 if config.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
         gpus = min(1.0, available / len(workers))
         for name, role in workers:
-            environment = {"OMP_NUM_THREADS": str(config.threads), "TOKENIZERS_PARALLELISM": "false"}
             self._actors[name] = (
                 ray.remote(Worker)
                 .options(
@@ -152,27 +168,35 @@ class Cluster:
                     num_cpus=0,
                     num_gpus=gpus,
                     max_concurrency=MAX_CONCURRENCY,
-                    runtime_env={"env_vars": environment},
+                    runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
                 )
                 .remote(name, role, self._model, model_name, config, self.config.transfer, RayDirectory(self._name))
             )
-        pending = [self._actors[name].start.remote() for name, _ in workers]
-        until = time.monotonic() + START_TIMEOUT_S
+        actors = [self._actors[name] for name, _ in workers]
+        progress("starting the workers")
+        hosts = self._all([one.host.remote() for one in actors])
+        self._threads = [config.threads or share for share in share_cores(hosts)]
+        self._all(
+            [one.start.remote(threads) for one, threads in zip(actors, self._threads, strict=True)],
+            lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
+        )
+
+    def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
+        """The results of calls to all workers; `progress` hears how many have answered. Raises LaunchError with the
+        first that fails, or when the last takes too long."""
+        pending, until = calls, time.monotonic() + START_TIMEOUT_S
         while pending:
-            progress(f"loading the model: {len(workers) - len(pending)} of {len(workers)} workers ready")
+            progress(len(calls) - len(pending))
             done, pending = ray.wait(pending, timeout=max(0.0, until - time.monotonic()))
             if not done:
                 raise LaunchError(f"{len(pending)} workers were not ready within {START_TIMEOUT_S:.0f} s")
             for one in done:
                 _result(one)
+        return [_result(one) for one in calls]
 
     def worker_config(self) -> WorkerConfig:
-        """What each worker is told. Workers of one machine share its cores: two that run at once would otherwise wait
-        for each other's threads at every operator."""
-        if self.config.worker.threads is not None:
-            return self.config.worker
-        threads = max(1, len(os.sched_getaffinity(0)) // len(self.config.workers))
-        return self.config.worker.model_copy(update={"threads": threads})
+        """What the first worker was started with, for who wants to measure the same."""
+        return self.config.worker.model_copy(update={"threads": self._threads[0]})
 
     def _start_gateway(self) -> None:
         gateway = (
@@ -190,6 +214,13 @@ class Cluster:
         )
         self._actors[GATEWAY] = gateway
         self.port = _result(gateway.start.remote())
+
+
+def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:
+    """Threads for each worker, given its host and the cores that it may use there. Workers of one machine share its
+    cores: two that run at once would otherwise wait for each other's threads at every operator."""
+    workers = Counter(name for name, _ in hosts)
+    return [max(1, cores // workers[name]) for name, cores in hosts]
 
 
 def _result(reference: Any) -> Any:

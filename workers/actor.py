@@ -70,10 +70,15 @@ class Worker:
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
 
-    async def start(self) -> WorkerStatus:
-        """Load the model and begin to serve. Raises StartError, ModelUnsupported or ValueError for what cannot work."""
+    async def host(self) -> tuple[str, int]:
+        """The machine that this process runs on, and the cores that it may use there."""
+        return socket.gethostname(), len(os.sched_getaffinity(0))
+
+    async def start(self, threads: int | None = None) -> WorkerStatus:
+        """Load the model and begin to serve, on `threads` CPU threads (default: the configuration's). Raises
+        StartError, ModelUnsupported or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        await asyncio.to_thread(self._load)
+        await asyncio.to_thread(self._load, threads or self._config.threads)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop)
         self._handover = HandOver(self._peer, self._front, self._directory, self._transfer_config)
@@ -84,10 +89,10 @@ class Worker:
         self._state = "ready"
         return await self.status()
 
-    def _load(self) -> None:
+    def _load(self, threads: int | None) -> None:
         config, transfer = self._config, self._transfer_config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        if threads is not None:
+            torch.set_num_threads(threads)
         self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()

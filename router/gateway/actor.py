@@ -29,6 +29,8 @@ from transfer.prefix import root_key
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 STATUS_TIMEOUT_S = 5.0
+SERVER_END_S = 1.2
+"""How long the HTTP server may take to end; it gives open connections a second of it."""
 
 
 class Gateway:
@@ -117,7 +119,7 @@ class Gateway:
         self._dispatcher.shut_down()
         if self._server is not None:
             self._server.should_exit = True
-            await asyncio.wait(self._tasks[:1], timeout=2.0)
+            await asyncio.wait(self._tasks[:1], timeout=SERVER_END_S)
         for task in self._tasks:
             task.cancel()
         return cut
