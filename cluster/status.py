@@ -26,7 +26,7 @@ def collect(name: str) -> list[WorkerStatus]:
 
 def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return {"workers": [{**asdict(one), "hit_rate": round(one.hit_rate, 4)} for one in statuses]}
+    return {"workers": [{**asdict(one), **_rates(one)} for one in statuses]}
 
 
 def as_tables(statuses: list[WorkerStatus]) -> Group:
@@ -37,8 +37,16 @@ def as_tables(statuses: list[WorkerStatus]) -> Group:
     for one in statuses:
         process = (one.name, one.role, one.node, str(one.pid), one.state, one.model)
         workers.add_row(*process, str(one.running), str(one.waiting))
-        blocks.add_row(one.name, *(str(one.blocks[state]) for state in states), f"{one.hit_rate:.1%}")
+        blocks.add_row(
+            one.name, *(str(one.blocks[state]) for state in states), f"{one.cache.rates['token_hit_rate']:.1%}"
+        )
     return Group(workers, blocks)
+
+
+def _rates(one: WorkerStatus) -> dict[str, float]:
+    """`hit_rate` is that of tokens, under the name that everybody looks for."""
+    rates = {name: round(rate, 4) for name, rate in one.cache.rates.items()}
+    return {"hit_rate": rates["token_hit_rate"], **rates}
 
 
 def _table(*columns: str) -> Table:

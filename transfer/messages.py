@@ -50,6 +50,8 @@ class Request:
 
     `request_id` is unique in the cluster whatever the client sent. `salt` separates caches: two requests share
     blocks only when their salts are equal. `timeout_s` is what is left, in seconds, when the request is handed over.
+    A higher `priority` is served first, and what it leaves in the cache is evicted last; `keep_s` seconds long that is
+    only evicted when nothing else can be. Workers share their prompt computation fairly between `tenant`s.
     """
 
     request_id: str
@@ -58,6 +60,9 @@ class Request:
     gateway: str
     timeout_s: float
     salt: bytes = b""
+    priority: int = 0
+    keep_s: float = 0.0
+    tenant: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -155,6 +160,47 @@ class Outcome:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class CacheStats:
+    """What a worker's prefix cache did since the worker started. A hit is counted once for a request, when it is first
+    admitted; what is computed again after a preemption counts in `computed_tokens` alone."""
+
+    requests: int = 0
+    request_hits: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_blocks: int = 0
+    cached_blocks: int = 0
+    computed_tokens: int = 0
+    evicted_blocks: int = 0
+    cleared_blocks: int = 0
+    preemptions: int = 0
+
+    def count(self, prompt_tokens: int, cached_tokens: int, block_size: int) -> None:
+        """Add one request of which `cached_tokens` were there."""
+        self.requests += 1
+        self.request_hits += cached_tokens > 0
+        self.prompt_tokens += prompt_tokens
+        self.cached_tokens += cached_tokens
+        self.prompt_blocks += prompt_tokens // block_size
+        self.cached_blocks += cached_tokens // block_size
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Shares of tokens, requests and whole blocks that were hits, and of prompt tokens that computing was saved."""
+        saved = 1 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return {
+            "token_hit_rate": _share(self.cached_tokens, self.prompt_tokens),
+            "request_hit_rate": _share(self.request_hits, self.requests),
+            "block_hit_rate": _share(self.cached_blocks, self.prompt_blocks),
+            "saved_share": saved,
+        }
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
     """A worker's own account of itself, as `headwater status` shows it."""
@@ -169,18 +215,13 @@ class WorkerStatus:
     running: int
     waiting: int
     blocks: dict[str, int]
-    prompt_tokens: int
-    cached_tokens: int
+    fragmentation: float
+    cache: CacheStats
     resident_bytes: int
     block_size: int
     max_model_len: int
     vocab_size: int
     fingerprint: str
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens found in this worker's cache since it started."""
-        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 def encode(message: Any) -> bytes:

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -132,8 +133,8 @@ class Worker:
             running=engine.running,
             waiting=engine.waiting,
             blocks=engine.cache.counts(),
-            prompt_tokens=engine.prompt_tokens,
-            cached_tokens=engine.cached_tokens,
+            fragmentation=engine.cache.pool.fragmentation(),
+            cache=replace(engine.cache.stats),
             resident_bytes=psutil.Process().memory_info().rss,
             block_size=engine.cache.block_size,
             max_model_len=engine.max_model_len,

@@ -39,7 +39,13 @@ class WorkerConfig(BaseModel):
     step_tokens: int = Field(256, ge=1, description="token budget of a step; long prompts are computed in such chunks")
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
+    max_overtaken: int = Field(
+        16, ge=0, description="later prompts that may be computed before a queued one because more of them is cached"
+    )
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
+    eviction: Literal["lru", "lru-k", "lfu", "slru", "fifo"] = Field(
+        "lru", description="which cached prefix goes first"
+    )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")
     threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")

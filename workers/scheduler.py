@@ -1,17 +1,47 @@
 """Scheduler: who runs in the next step. A pure state machine over sequences and their cache.
 
 Each step has a token budget. Running sequences that only need their next token come first; what is left goes to
-prompts, oldest first, in chunks. A sequence is admitted when blocks for all its known tokens can be had; one that
-cannot grow pushes the youngest back to the queue, from where it resumes at its cached prefix.
+prompts, in chunks, in this order:
+
+1. prompts that `max_overtaken` later ones have gone before, oldest first;
+2. higher priority first;
+3. the tenant that was served least;
+4. hot before warm before cold: by the share of the prompt that is cached;
+5. the order of arrival.
+
+A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
+both have in common. When a sequence cannot grow, the one that is last in line goes back to the queue, from where it
+resumes at its cached prefix.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, count
 
+import numpy as np
+
+from workers.fairness import FairShare
 from workers.kv.cache import KVCache
 from workers.sequence import Sequence, Stage
+
+HOT, WARM = 0.75, 0.25
+"""Cached shares of a prompt from which on it counts as hot, as warm."""
+WINDOW = 64
+"""Queued prompts of a tenant that are looked up in the cache when the next one is chosen."""
+MAX_PASSED = 8
+"""Prompts that cannot begin in a step before the queue is left alone until the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Token budget of a step, bound on the running set, and how many later prompts may go before a queued one."""
+
+    step_tokens: int
+    max_running: int
+    max_overtaken: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +53,30 @@ class Work:
 
 
 class Scheduler:
-    """Queue and running set. `step_tokens` is the budget of a step, `max_running` bounds the running set."""
+    """Queue and running set."""
 
-    def __init__(self, cache: KVCache, step_tokens: int, max_running: int) -> None:
+    def __init__(self, cache: KVCache, limits: Limits) -> None:
         self._cache = cache
-        self._step_tokens = step_tokens
-        self._max_running = max_running
-        self.waiting: deque[Sequence] = deque()
+        self._limits = limits
+        self._share = FairShare()
+        self._arrivals = count(1)
+        self._queues: dict[str, list[Sequence]] = {}
         self.running: list[Sequence] = []
 
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue."""
+        return sum(map(len, self._queues.values()))
+
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence behind the others."""
+        """Queue a sequence; one that was here before gets its old place."""
+        self._arrive(sequence)
         sequence.stage = Stage.WAITING
-        self.waiting.append(sequence)
+        insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_seniority)
 
     def join(self, sequence: Sequence) -> None:
         """Take in a sequence whose table is already filled."""
+        self._arrive(sequence)
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
@@ -46,57 +84,141 @@ class Scheduler:
         """Forget a sequence, wherever it is."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        elif sequence in self._queues.get(sequence.request.tenant, ()):
+            self._unqueue(sequence)
 
     def schedule(self) -> tuple[list[Work], list[Sequence]]:
         """The work of the next step and the sequences admitted for it. No work means nothing can run now."""
-        works: list[Work] = []
-        for sequence in list(self.running):
-            if sequence.stage is Stage.RUNNING and sequence.remaining == 1 and self._make_room(sequence):
-                works.append(Work(sequence, 1))
+        works = self._decodes()
         # Prompts always get something, or a full running set could keep them waiting for ever.
-        budget = max(self._step_tokens - len(works), 1)
-        for sequence in self.running:
-            if budget > 0 and sequence.remaining > 1:
-                count = min(sequence.remaining, budget)
-                works.append(Work(sequence, count))
-                budget -= count
-        prompts = any(work.count > 1 for work in works)
-        admitted = self._admit(budget, prompts)
-        for sequence in admitted:
-            count = min(sequence.remaining, budget)
-            works.append(Work(sequence, count))
-            budget -= count
+        budget = max(self._limits.step_tokens - len(works), 1)
+        admitted: list[Sequence] = []
+        started = [one for one in self.running if one.remaining > 1]
+        passed: set[Sequence] = set()
+        admit = True
+        while budget > 0 and (sequence := self._next(started, passed, admit)) is not None:
+            if sequence.stage is Stage.RUNNING:
+                started.remove(sequence)
+            elif self._start(sequence, budget, works):
+                admitted.append(sequence)
+                self._note_overtaking(sequence, passed)
+            else:
+                passed.add(sequence)
+                # Nobody is begun any more before one that has waited long enough.
+                admit = sequence.overtaken < self._limits.max_overtaken and len(passed) < MAX_PASSED
+                continue
+            work = Work(sequence, min(sequence.remaining, budget))
+            works.append(work)
+            budget -= work.count
+        for work in works:
+            self._share.charge(work.sequence.request.tenant, work.count)
         return works, admitted
 
-    def _admit(self, budget: int, prompts: bool) -> list[Sequence]:
-        """Take sequences from the queue; `prompts` says whether the step computes others' prompts already."""
-        admitted: list[Sequence] = []
-        while budget > 0 and self.waiting and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
-            sliver = budget < self._step_tokens // 2 and self._cache.missing(sequence) > budget
-            if sliver and prompts:
-                # It would not finish now in any case, and would only make the step's other prompts wait for it.
-                break
-            if not self._cache.admit(sequence, sequence.length):
-                break
-            prompts = True
-            self.waiting.popleft()
-            self.join(sequence)
-            admitted.append(sequence)
-            budget -= sequence.remaining
-        return admitted
+    def _decodes(self) -> list[Work]:
+        works = []
+        for sequence in sorted(self.running, key=_seniority):
+            if sequence.stage is Stage.RUNNING and sequence.remaining == 1 and self._make_room(sequence):
+                works.append(Work(sequence, 1))
+        return works
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Let the table cover the next token, at the cost of younger sequences; False when this one had to go."""
+        """Let the table cover the next token, at the cost of sequences behind it; False when this one had to go."""
         while not self._cache.grow(sequence, sequence.length):
             # Blocks of a hand-off may be on the wire: it is never pushed back.
-            victim = next(one for one in reversed(self.running) if not one.hand_off)
+            victim = max((one for one in self.running if not one.hand_off), key=_seniority)
             self._cache.release(victim)
+            self._cache.stats.preemptions += 1
             self.running.remove(victim)
-            victim.stage = Stage.WAITING
-            self.waiting.appendleft(victim)
+            self.add(victim)
             if victim is sequence:
                 return False
         return True
+
+    # --- whose prompt is next -----------------------------------------------------------------------------------
+
+    def _next(self, started: list[Sequence], passed: set[Sequence], admit: bool) -> Sequence | None:
+        """The first in line of the prompts that run and, if they may be admitted, of those in the queue."""
+        prompts = [*started]
+        if admit and len(self.running) < self._limits.max_running:
+            prompts += [one for one in chain.from_iterable(self._queues.values()) if one not in passed]
+        if not prompts:
+            return None
+        due = [one for one in prompts if one.overtaken >= self._limits.max_overtaken]
+        if due:
+            return min(due, key=lambda one: one.arrival)
+        priority = max(one.request.priority for one in prompts)
+        prompts = [one for one in prompts if one.request.priority == priority]
+        tenant = min({one.request.tenant for one in prompts}, key=lambda one: (self._share.served(one), one))
+        mine = [one for one in prompts if one.request.tenant == tenant][:WINDOW]
+        return min(mine, key=lambda one: (self._heat(one), one.arrival))
+
+    def _heat(self, sequence: Sequence) -> int:
+        """0 for a hot prompt, 1 for a warm one, 2 for a cold one."""
+        running = sequence.stage is Stage.RUNNING
+        cached = (sequence.cached_tokens or 0) if running else self._cache.found(sequence)
+        share = cached / sequence.length
+        return 0 if share >= HOT else 1 if share >= WARM else 2
+
+    def _start(self, sequence: Sequence, budget: int, works: list[Work]) -> bool:
+        """Admit a queued sequence if it should and can begin in this step."""
+        missing = sequence.length - self._cache.found(sequence)
+        sliver = missing > budget < self._limits.step_tokens // 2
+        if sliver and any(work.count > 1 for work in works):
+            # It would not finish now in any case, and would only make the step's other prompts wait for it.
+            return False
+        if self._computed_by_another(sequence, sequence.length - missing):
+            return False
+        if not self._cache.admit(sequence, sequence.length):
+            return False
+        self._unqueue(sequence)
+        sequence.stage = Stage.RUNNING
+        self.running.append(sequence)
+        return True
+
+    def _computed_by_another(self, sequence: Sequence, found: int) -> bool:
+        """Whether a running prompt is about to share more of this one's beginning than is cached now."""
+        size = self._cache.block_size
+        for other in self.running:
+            if other.computed >= other.prompt_length or other.salt != sequence.salt:
+                continue
+            length = min(other.prompt_length, sequence.length - 1) // size * size
+            if length <= found:
+                continue
+            differs = other.tokens(0, length) != sequence.tokens(0, length)
+            common = int(np.argmax(differs)) // size * size if differs.any() else length
+            if common > max(found, other.computed // size * size):
+                return True
+        return False
+
+    def _note_overtaking(self, sequence: Sequence, passed: Iterable[Sequence]) -> None:
+        """Count who was here before `sequence` and has not begun: of the same tenant, since between tenants fairness
+        decides, and whoever had to let it go first for want of blocks."""
+        behind = self._queues.get(sequence.request.tenant, [])
+        for one in {*behind, *passed, *(other for other in self.running if other.remaining > 1)}:
+            same = one.request.tenant == sequence.request.tenant
+            if one.arrival < sequence.arrival and (same or one in passed):
+                one.overtaken += 1
+
+    # --- bookkeeping --------------------------------------------------------------------------------------------
+
+    def _arrive(self, sequence: Sequence) -> None:
+        if sequence.arrival == 0:
+            sequence.arrival = next(self._arrivals)
+        active = set(self._tenants())
+        if sequence.request.tenant not in active:
+            self._share.arrive(sequence.request.tenant, active)
+
+    def _tenants(self) -> Iterator[str]:
+        yield from self._queues
+        yield from (one.request.tenant for one in self.running)
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        queue = self._queues[sequence.request.tenant]
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[sequence.request.tenant]
+
+
+def _seniority(sequence: Sequence) -> tuple[int, int]:
+    """Who keeps running when blocks are short: smaller stays longer."""
+    return (-sequence.request.priority, sequence.arrival)

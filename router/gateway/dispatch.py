@@ -26,10 +26,13 @@ ABORT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt with its prefix keys and the salt of its cache."""
+    """A tokenized prompt with its prefix keys, and how it is to be served (see `Request`)."""
 
     tokens: bytes
     chain: PrefixChain
+    priority: int = 0
+    keep_s: float = 0.0
+    tenant: str = ""
     salt: bytes = b""
 
 
@@ -138,6 +141,9 @@ class Dispatcher:
             gateway=self._name,
             timeout_s=max(0.0, deadline - time.monotonic()),
             salt=prompt.salt,
+            priority=prompt.priority,
+            keep_s=prompt.keep_s,
+            tenant=prompt.tenant,
         )
         plan = self._plan(prompt, request, avoid)
         attempt = _Attempt(request, plan, self._router.dispatch(plan, request.prompt_tokens))

@@ -14,6 +14,9 @@ INT64 = 2**63
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
 MAX_PROMPTS = 128
+MAX_PRIORITY = 100
+MAX_CACHE_TTL_S = 86_400
+MAX_TENANT_CHARS = 256
 
 
 def _finite(value: float) -> float:
@@ -65,6 +68,8 @@ class _Common(BaseModel):
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    cache_ttl: Annotated[Finite, Field(ge=0, le=MAX_CACHE_TTL_S)] | None = None
     n: Literal[1] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
@@ -73,6 +78,11 @@ class _Common(BaseModel):
     def stops(self) -> list[str]:
         """Stop strings, none of them empty."""
         return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or [])
+
+    @property
+    def tenant(self) -> str:
+        """Between whom workers divide their time: the end user, if the client names one."""
+        return (self.user or "")[:MAX_TENANT_CHARS]
 
     @property
     def wants_usage(self) -> bool:

@@ -210,7 +210,8 @@ class Service:
         )
         packed = pack_tokens(tokens)
         chain = PrefixChain.of(self.limits.root, packed, self.limits.block_size)
-        return Job(index, Prompt(packed, chain), sampling, request.stops)
+        prompt = Prompt(packed, chain, request.priority or 0, request.cache_ttl or 0.0, request.tenant)
+        return Job(index, prompt, sampling, request.stops)
 
 
 def _piece(index: int, output: Output, stream: TextStream) -> Piece:

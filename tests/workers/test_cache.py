@@ -2,11 +2,13 @@
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis import given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tests.workers.drive import request
+from transfer.messages import CacheStats
 from workers.kv.cache import KVCache
+from workers.kv.policies import POLICIES
 from workers.kv.pool import CACHED, PRIVATE, QUARANTINED
 from workers.kv.radix import Node
 from workers.sequence import Sequence
@@ -38,10 +40,21 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = KVCache(TOTAL, SIZE)
         self.live: list[Sequence] = []
         self.held: list[list[int]] = []
         self.content: dict[int, bytes] = {}
+
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), partial=st.booleans())
+    def begin(self, policy: str, partial: bool) -> None:
+        self.cache = KVCache(TOTAL, SIZE, policy=policy, copy=self.copy if partial else None)
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        owners = self.cache.pool.owners()
+        assert (owners[source], owners[target]) == (CACHED, PRIVATE)
+        whole = self.content[source]
+        start = (len(whole) - 1) // (SIZE * 4) * SIZE * 4
+        assert start + tokens * 4 <= len(whole)
+        self.content[target] = whole[: start + tokens * 4]
 
     def pick(self, which: int) -> Sequence | None:
         return self.live[which % len(self.live)] if self.live else None
@@ -62,9 +75,15 @@ class Machine(RuleBasedStateMachine):
         tokens = [kind for kind in prompt for _ in range(SIZE)][: max(1, len(prompt) * SIZE - cut)]
         one = Sequence(request(tokens, 6, salt))
         before = self.cache.counts()
+        expected = self.cache.found(one)
         if self.cache.admit(one, one.length, whole):
             self.live.append(one)
-            assert one.computed == one.shared_blocks * SIZE <= one.length - (not whole)
+            inside = one.computed - one.shared_blocks * SIZE
+            assert 0 <= inside < SIZE
+            assert whole or one.computed in (expected, expected // SIZE * SIZE)
+            assert one.computed <= one.length - (not whole)
+            if inside:
+                assert self.content[one.blocks[one.shared_blocks]] == one.packed(one.computed)
             assert len(one.blocks) == -(-one.length // SIZE)
             if whole:  # a peer writes the rest
                 self.write(one, one.computed, one.length)
@@ -135,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         for node in self.cache.radix.nodes():
             prefix = self.prefix(node.parent)
             for index, block in enumerate(node.blocks):
-                assert self.content[block] == prefix + node.tokens[: (index + 1) * SIZE * 4]
+                assert self.content[block].startswith(prefix + node.tokens[: (index + 1) * SIZE * 4])
 
     def prefix(self, node: Node | None) -> bytes:
         if node is None or node.parent is None:
@@ -143,6 +162,8 @@ class Machine(RuleBasedStateMachine):
         return self.prefix(node.parent) + node.tokens
 
     def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
         while self.live:
             self.release(0, 0)
         while self.held:
@@ -276,3 +297,83 @@ def test_salts_never_share() -> None:
     serve(cache, sequence(2 * SIZE + 1, salt=b"a"))
     assert serve(cache, sequence(2 * SIZE + 1, salt=b"b")) == 0
     assert serve(cache, sequence(2 * SIZE + 1, salt=b"a")) == 2 * SIZE
+
+
+# --- copy on write ------------------------------------------------------------------------------------------------
+
+
+def copying(blocks: int) -> tuple[KVCache, list[tuple[int, int, int]]]:
+    copies: list[tuple[int, int, int]] = []
+    return KVCache(blocks, SIZE, copy=lambda *one: copies.append(one)), copies
+
+
+def prompt(*tokens: int) -> Sequence:
+    return Sequence(request(tokens, 8))
+
+
+def test_a_block_that_is_equal_in_part_is_copied() -> None:
+    cache, copies = copying(16)
+    serve(cache, prompt(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    one = prompt(1, 2, 3, 4, 5, 6, 9, 9, 9)
+    assert cache.found(one) == 6
+    assert cache.admit(one, one.length)
+    assert (one.computed, one.shared_blocks) == (6, 1)
+    assert copies == [(1, one.blocks[1], 2)]
+    assert one.blocks[1] != 1
+    assert cache.counts()["pinned"] == 1
+
+
+def test_of_several_candidates_the_one_that_agrees_longest_is_copied() -> None:
+    cache, copies = copying(32)
+    for number in (10, 20, 30, 40):
+        serve(cache, prompt(1, 2, 3, number, 0))
+        serve(cache, prompt(1, 2, number, number, 0))
+    before = cache.counts()
+    one = prompt(1, 2, 20, 5, 6)
+    assert cache.admit(one, one.length)
+    assert one.computed == 3
+    assert copies[-1][2] == 3
+    cache.release(one)
+    assert cache.counts() == before
+
+
+def test_the_copied_block_is_not_evicted_to_make_room_for_its_copy() -> None:
+    cache, copies = copying(4)
+    serve(cache, prompt(1, 2, 3, 4, 5))
+    serve(cache, prompt(9, 9, 9, 9, 9, 9, 9, 9, 9))
+    one = prompt(1, 2, 3, 7, 7, 7, 7, 7, 7)
+    assert cache.admit(one, one.length)
+    assert copies == [(0, one.blocks[0], 3)]
+    assert 0 not in one.blocks
+    assert cache.counts()["cached"] == 1
+
+
+def test_without_room_for_both_the_copy_is_done_without() -> None:
+    cache, copies = copying(2)
+    serve(cache, prompt(1, 2, 3, 4, 5))
+    one = prompt(1, 2, 3, 7, 7, 7)
+    assert cache.admit(one, one.length)
+    assert (one.computed, copies) == (0, [])
+
+
+def test_eighteen_shared_tokens_are_not_lost() -> None:
+    copies: list[tuple[int, int, int]] = []
+    cache = KVCache(16, 16, copy=lambda *one: copies.append(one))
+    common = tuple(range(18))
+    serve(cache, prompt(*common, *range(100, 120)))
+    assert serve(cache, prompt(*common, *range(200, 220))) == 18
+
+
+@given(st.integers(0, 3), st.integers(1, 3))
+def test_statistics_by_the_fields_definitions(hits: int, misses: int) -> None:
+    stats = CacheStats()
+    for _ in range(hits):
+        stats.count(40, 36, 16)
+    for _ in range(misses):
+        stats.count(40, 0, 16)
+    stats.computed_tokens = 4 * hits + 40 * misses
+    rates = stats.rates
+    assert rates["request_hit_rate"] == hits / (hits + misses)
+    assert rates["token_hit_rate"] == pytest.approx(36 * hits / (40 * (hits + misses)))
+    assert rates["block_hit_rate"] == pytest.approx(2 * hits / (2 * (hits + misses)))
+    assert rates["saved_share"] == pytest.approx(rates["token_hit_rate"])

@@ -13,7 +13,7 @@ import pytest
 
 from tests import model_zoo
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
-from transfer.messages import Delta, Request, SamplingParams, pack_tokens
+from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, StepResult
 from workers.engine.model import Model
@@ -54,11 +54,11 @@ def test_one_at_a_time(case: Callable[[str], Case], arch: str, step_tokens: int)
     for prompt, expected in zip(this.prompts, this.expected, strict=True):
         assert answers(one, [request(prompt, TOKENS)]) == [expected]
     assert_idle(one)
-    cold = one.cached_tokens
+    cold = one.cache.stats.cached_tokens
     for prompt, expected in zip(this.prompts, this.expected, strict=True):
         assert answers(one, [request(prompt, TOKENS)]) == [expected]
     assert_idle(one)
-    assert one.cached_tokens - cold == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
+    assert one.cache.stats.cached_tokens - cold == sum(length - 1 for length in LENGTHS)
 
 
 @each_architecture
@@ -74,7 +74,7 @@ def test_all_at_once(case: Callable[[str], Case], arch: str, step_tokens: int, p
     assert_idle(one)
     assert answers(one, this.requests()[::-1]) == this.expected[::-1]
     assert_idle(one)
-    assert (one.cached_tokens > 0) == prefix_cache
+    assert (one.cache.stats.cached_tokens > 0) == prefix_cache
 
 
 @each_architecture
@@ -92,9 +92,7 @@ def test_handed_over(case: Callable[[str], Case], arch: str, step_tokens: int) -
             found = len(prompt) // BLOCK if turn else 0
             assert hand_off.reserved.first_block == found
             assert len(hand_off.reserved.blocks) == -(-len(prompt) // BLOCK) - found
-            assert {delta.cached_tokens for delta in hand_off.deltas} == {
-                (len(prompt) - 1) // BLOCK * BLOCK if turn else 0
-            }
+            assert {delta.cached_tokens for delta in hand_off.deltas} == {len(prompt) - 1 if turn else 0}
     assert_idle(prefill)
     assert_idle(decode)
 
@@ -155,7 +153,7 @@ def test_smollm2(smol: tuple[Model, list[list[int]], list[list[int]]]) -> None:
     for _ in range(2):
         assert answers(one, [request(prompt, 16) for prompt in prompts]) == expected
         assert_idle(one)
-    assert one.cached_tokens > 0
+    assert one.cache.stats.cached_tokens > 0
 
 
 def test_smollm2_handed_over(smol: tuple[Model, list[list[int]], list[list[int]]]) -> None:
@@ -205,17 +203,17 @@ def cached_tokens(one: Engine, each: Request) -> int:
 def test_a_prompt_again_is_found_but_for_its_last_token(tiny: Model, length: int) -> None:
     one = engine(tiny)
     assert cached_tokens(one, request(range(length))) == 0
-    assert cached_tokens(one, request(range(length))) == (length - 1) // BLOCK * BLOCK < length
+    assert cached_tokens(one, request(range(length))) == length - 1
 
 
-def test_prompts_that_differ_in_one_token_share_nothing_from_its_block_on(tiny: Model) -> None:
+def test_prompts_that_differ_in_one_token_share_what_comes_before_it(tiny: Model) -> None:
     one = engine(tiny)
     prompt = list(range(64))
     cached_tokens(one, request(prompt, 1))
     for position in range(64):
         other = list(prompt)
         other[position] += 256
-        assert cached_tokens(one, request(other, 1)) == min(position // BLOCK, 3) * BLOCK
+        assert cached_tokens(one, request(other, 1)) == position
 
 
 def test_generated_tokens_are_reusable(tiny: Model) -> None:
@@ -223,14 +221,14 @@ def test_generated_tokens_are_reusable(tiny: Model) -> None:
     prompt = list(range(100))
     (answer,) = answers(one, [request(prompt, 50)])
     follow_up = prompt + answer + [3] * 20
-    assert cached_tokens(one, request(follow_up)) == 149 // BLOCK * BLOCK
+    assert cached_tokens(one, request(follow_up)) == 149
 
 
 def test_salts_share_nothing(tiny: Model) -> None:
     one = engine(tiny)
     assert cached_tokens(one, request(range(50), salt=b"a")) == 0
     assert cached_tokens(one, request(range(50), salt=b"b")) == 0
-    assert cached_tokens(one, request(range(50), salt=b"a")) == 48
+    assert cached_tokens(one, request(range(50), salt=b"a")) == 49
 
 
 def test_a_shared_beginning_is_read_once_and_changes_nothing(tiny: Model) -> None:
@@ -508,5 +506,6 @@ def test_warming_up_works_for_the_shortest_context_and_leaves_nothing(tiny: Mode
     one = Engine(tiny, WorkerConfig(dtype="float32", device="cpu", kv_memory=1 << 20, max_model_len=length))
     one.warm_up()
     assert_idle(one)
-    assert one.cache.counts()["cached"] == one.prompt_tokens == one.cached_tokens == 0
+    assert one.cache.counts()["cached"] == 0
+    assert one.cache.stats == CacheStats()
     assert len(answers(one, [Request("r", pack_tokens([1]), SamplingParams(1, temperature=0), "", 1.0)])[0]) == 1

@@ -1,26 +1,37 @@
 """The radix cache beside a brute-force model: a plain mapping from (salt, prefix) to block id."""
 
+import time
+import tracemalloc
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from transfer.messages import pack_tokens
+from workers.kv.policies import POLICIES, Policy
 from workers.kv.pool import CACHED, BlockPool
-from workers.kv.radix import Node, RadixCache
+from workers.kv.radix import Node, Partial, RadixCache
 
-BLOCK = 2  # tokens
+BLOCK = 3  # tokens
 STEP = BLOCK * 4  # bytes
 POOL = 24
 
 salts = st.sampled_from([b"", b"a", b"b"])
 prompts = st.lists(st.sampled_from([1, 2, 3]), min_size=0, max_size=6).map(
-    lambda kinds: pack_tokens(token for kind in kinds for token in (7, kind))
+    lambda kinds: pack_tokens(token for kind in kinds for token in (7, 8, kind))
 )
+tails = st.sampled_from([pack_tokens(some) for some in ([7], [7, 8], [7, 9], [9])])
 
 
 def prefixes(tokens: bytes) -> list[bytes]:
     return [tokens[:end] for end in range(STEP, len(tokens) + 1, STEP)]
+
+
+def above(tokens: bytes) -> bytes:
+    """The prefix without its last block, full or not."""
+    return tokens[: (len(tokens) - 1) // STEP * STEP]
 
 
 def path(node: Node) -> list[Node]:
@@ -31,14 +42,15 @@ def path(node: Node) -> list[Node]:
 class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
+        self.now = 0.0
         self.pool = BlockPool(POOL)
-        self.radix = RadixCache(BLOCK)
         self.model: dict[tuple[bytes, bytes], int] = {}
         self.pins: list[tuple[Node, bytes, bytes, list[int]]] = []
 
-    @initialize()
-    def something_there(self) -> None:
-        self.insert(b"", pack_tokens([7, 1, 7, 2, 7, 3]), 0, keep=False)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def something_there(self, policy: str) -> None:
+        self.radix = RadixCache(BLOCK, POLICIES[policy](), lambda: self.now)
+        self.insert(b"", packed(1, 2, 3), 0, keep=False)
 
     def known(self, salt: bytes, tokens: bytes) -> list[int]:
         blocks = []
@@ -70,18 +82,77 @@ class Machine(RuleBasedStateMachine):
         assert done.duplicates == [mine for mine, theirs in zip(table, before, strict=False) if mine != theirs]
         self.pool.adopt(done.adopted)
         self.pool.release(done.duplicates)
+        self.give_up(done.superseded, salt, tokens)
         self.model.update({(salt, prefix): block for prefix, block in zip(prefixes(tokens), done.blocks, strict=True)})
         self.hold(done.node, salt, tokens, done.blocks)
         if not keep:
             self.unpin(len(self.pins) - 1)
 
-    @rule(salt=salts, tokens=prompts, tail=st.sampled_from([b"", pack_tokens([7])]), keep=st.booleans())
+    @rule(salt=salts, tokens=prompts, tail=tails)
+    def keep_tail(self, salt: bytes, tokens: bytes, tail: bytes) -> None:
+        match = self.radix.match(salt, tokens)
+        if self.pool.free == 0 or len(match.blocks) * STEP < len(tokens):
+            return
+        known = self.inside(salt, tokens + tail) * 4 == len(tail)
+        (block,) = self.pool.allocate(1)
+        superseded = self.radix.keep_tail(salt, match.node if match.blocks else None, tail, block)
+        assert (superseded is None) == known
+        if superseded is None:
+            self.pool.release([block])
+        else:
+            self.pool.adopt([block])
+            self.give_up(superseded, salt, tokens + tail)
+            self.model[salt, tokens + tail] = block
+
+    def give_up(self, blocks: list[int], salt: bytes, tokens: bytes) -> None:
+        """Only what is the beginning of something longer now, and what nobody holds."""
+        keys = {block: key for key, block in self.model.items()}
+        for block in blocks:
+            assert keys[block][0] == salt
+            assert len(keys[block][1]) % STEP
+            assert tokens.startswith(keys[block][1])
+            assert keys[block] not in self.pinned_keys()
+            del self.model[keys[block]]
+        self.pool.release(blocks, CACHED)
+
+    @rule(salt=salts, tokens=prompts, tail=tails | st.just(b""), keep=st.booleans())
     def match(self, salt: bytes, tokens: bytes, tail: bytes, keep: bool) -> None:
+        inside = self.inside(salt, tokens + tail)
+        assert self.radix.peek(salt, tokens + tail, partial=False) == len(self.known(salt, tokens)) * BLOCK
+        assert self.radix.peek(salt, tokens + tail, partial=True) == len(self.known(salt, tokens)) * BLOCK + inside
         match = self.radix.match(salt, tokens + tail)
         assert match.blocks == self.known(salt, tokens)
+        assert (match.partial.tokens if match.partial else 0) == inside
+        if match.partial:
+            assert match.partial.block == match.partial.node.blocks[0]
+            assert match.partial.node.parent is match.node
         self.hold(match.node, salt, tokens[: len(match.blocks) * STEP], match.blocks)
         if not keep:
             self.unpin(len(self.pins) - 1)
+
+    def inside(self, salt: bytes, tokens: bytes) -> int:
+        """Tokens that the best cached block behind the known ones has in common with what is wanted next."""
+        start = len(self.known(salt, tokens)) * STEP
+        wanted, best = tokens[start : start + STEP], 0
+        for owner, prefix in self.model:
+            if owner == salt and start < len(prefix) <= start + STEP and prefix[:start] == tokens[:start]:
+                equal = 0
+                while (
+                    equal < min(len(wanted), len(prefix) - start)
+                    and prefix[start + equal : start + equal + 4] == wanted[equal : equal + 4]
+                ):
+                    equal += 4
+                best = max(best, equal // 4)
+        return best
+
+    @rule(which=st.integers(0, 100), priority=st.integers(0, 2), keep=st.integers(0, 3))
+    def protect(self, which: int, priority: int, keep: int) -> None:
+        if self.pins:
+            self.radix.protect(self.pins[which % len(self.pins)][0], priority, self.now + keep)
+
+    @rule(seconds=st.integers(0, 3))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
 
     @rule(salt=salts, tokens=prompts)
     def look(self, salt: bytes, tokens: bytes) -> None:
@@ -98,14 +169,30 @@ class Machine(RuleBasedStateMachine):
     def evict(self, wanted: int) -> None:
         pinned = self.pinned_keys()
         expected = min(wanted, len(self.model) - len(pinned))
+        keys = {block: key for key, block in self.model.items()}
+        worth = {block: (self.kept(block), self.priority(block)) for block in keys}
         freed = set(self.radix.evict(wanted))
         assert len(freed) == expected
+        left = [block for block, key in keys.items() if key not in pinned and block not in freed]
+        for block in left:
+            # Whatever stayed although it could go was worth no less than what went, or held up something that was.
+            below = [one for one, key in keys.items() if key[0] == keys[block][0] and key[1].startswith(keys[block][1])]
+            assert all(max(worth[one] for one in below) >= worth[gone] for gone in freed)
         self.pool.release(sorted(freed), CACHED)
         gone = {key for key, block in self.model.items() if block in freed}
         assert not gone & pinned
         for key in gone:
             del self.model[key]
-        assert all(len(tokens) == STEP or (salt, tokens[:-STEP]) in self.model for salt, tokens in self.model)
+        assert all((salt, above(tokens)) in self.model or not above(tokens) for salt, tokens in self.model)
+
+    def node_of(self, block: int) -> Node:
+        return next(node for node in self.radix.nodes() if block in node.blocks)
+
+    def kept(self, block: int) -> bool:
+        return self.node_of(block).keep_until > self.now
+
+    def priority(self, block: int) -> int:
+        return self.node_of(block).priority
 
     @rule()
     def evict_everything(self) -> None:
@@ -142,7 +229,11 @@ class Machine(RuleBasedStateMachine):
             assert node.parent is not None
             assert node.parent.parent is None or node.parent.pins >= node.pins
             assert node.blocks
-            assert len(node.tokens) == len(node.blocks) * STEP
+            assert -(-len(node.tokens) // STEP) == len(node.blocks)
+            assert len(node.tokens) % STEP == 0 or (len(node.blocks) == 1 and not node.children)
+            assert node.order is None or list(node.order) == sorted(node.children)
+            assert (node.order is None) == (len(node.children) < 2)
+            assert all(key == child.tokens[:STEP] for key, child in node.children.items())
 
     @invariant()
     def what_a_match_returned_does_not_change(self) -> None:
@@ -164,11 +255,11 @@ TestRadix.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 
 def packed(*kinds: int) -> bytes:
-    return pack_tokens(token for kind in kinds for token in (7, kind))
+    return pack_tokens(token for kind in kinds for token in (7, 8, kind))
 
 
 def filled(*prompts: tuple[bytes, list[int]]) -> RadixCache:
-    radix = RadixCache(BLOCK)
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
     for tokens, blocks in prompts:
         radix.insert(b"", tokens, blocks)
     return radix
@@ -226,20 +317,20 @@ def test_duplicates_keep_the_ids_that_were_there_first() -> None:
 
 @pytest.mark.parametrize("other", [b"b", b"", b"aa"])
 def test_salts_never_share(other: bytes) -> None:
-    radix = RadixCache(BLOCK)
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
     radix.insert(b"a", packed(1, 2), [0, 1])
     assert radix.match(other, packed(1, 2)).blocks == []
     assert radix.match(b"a", packed(1, 2)).blocks == [0, 1]
 
 
 def test_blocks_that_differ_in_one_token_are_never_shared() -> None:
-    radix = filled((pack_tokens([1, 2, 3, 4]), [0, 1]))
-    assert radix.match(b"", pack_tokens([1, 2, 3, 5])).blocks == [0]
-    assert radix.match(b"", pack_tokens([1 + 2**24, 2, 3, 4])).blocks == []
+    radix = filled((pack_tokens([1, 2, 3, 4, 5, 6]), [0, 1]))
+    assert radix.match(b"", pack_tokens([1, 2, 3, 4, 5, 7])).blocks == [0]
+    assert radix.match(b"", pack_tokens([1 + 2**24, 2, 3, 4, 5, 6])).blocks == []
 
 
 def test_a_used_salt_leaves_nothing_behind() -> None:
-    radix = RadixCache(BLOCK)
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
     for number in range(100):
         salt = b"%d" % number
         node = radix.insert(salt, packed(1, 2), [2 * number, 2 * number + 1]).node
@@ -260,5 +351,139 @@ def test_the_eviction_queue_stays_small_and_forgets_nobody() -> None:
         radix.match(b"", packed(2))  # used, but never pinned, since it was queued
         radix.pin(node)
         radix.unpin(node)
-    assert len(radix._heap) <= 1025
+    assert len(radix._queue) <= 1040
     assert sorted(radix.evict(2)) == [0, 1]
+
+
+def test_a_tail_is_found_inside_only_and_gives_way_to_what_is_longer() -> None:
+    radix = filled((packed(1), [0]))
+    node = radix.match(b"", packed(1)).node
+    assert radix.keep_tail(b"", node, pack_tokens([7]), 1) == []
+    assert radix.match(b"", packed(1) + pack_tokens([7])).blocks == [0]
+    assert radix.match(b"", packed(1, 2)).partial == Partial(node.children[pack_tokens([7])], 1, 1)
+    assert radix.keep_tail(b"", node, pack_tokens([7]), 2) is None
+    assert radix.keep_tail(b"", node, pack_tokens([7, 8]), 3) == [1]
+    assert radix.insert(b"", packed(1, 2), [0, 4]).superseded == [3]
+    assert radix.keep_tail(b"", node, pack_tokens([7, 8]), 5) is None
+    assert sorted(radix.evict(9)) == [0, 4]
+
+
+# --- policies -----------------------------------------------------------------------------------------------------
+
+
+def used(policy: str, uses: str) -> str:
+    """Prompts are used in the order of `uses`, then evicted one after the other: the order in which they go."""
+    radix = RadixCache(BLOCK, POLICIES[policy](), lambda: 0.0)
+    names: dict[int, str] = {}
+    for name in uses:
+        if name not in names.values():
+            names[len(names)] = name
+            radix.insert(b"", packed(ord(name)), [len(names) - 1])
+        else:
+            assert radix.match(b"", packed(ord(name))).blocks
+    return "".join(names[block] for _ in range(len(names)) for block in radix.evict(1))
+
+
+@pytest.mark.parametrize(
+    ("policy", "uses", "order"),
+    [
+        ("lru", "abcabca", "bca"),
+        ("lru", "abcdab", "cdab"),
+        ("fifo", "abcdcba", "abcd"),
+        ("lfu", "aaabbcd", "cdba"),
+        ("lfu", "aabbc", "cab"),
+        ("lru-k", "aabbcd", "cdab"),
+        ("lru-k", "abbacd", "cdab"),  # the last but one use of a is older
+        ("slru", "aabcd", "bcda"),
+        ("slru", "abcdeabcde", "abcde"),  # at most four fifths are protected
+        ("slru", "abcdeabcdecd", "abecd"),
+    ],
+)
+def test_order_of_eviction(policy: str, uses: str, order: str) -> None:
+    assert used(policy, uses) == order
+
+
+def test_a_scan_does_not_displace_what_slru_and_lru_k_protect() -> None:
+    for policy in ("slru", "lru-k", "lfu"):
+        assert used(policy, "xyabab" + "cdefgh").endswith("ab")
+    assert not used("lru", "xyabab" + "cdefgh").endswith("ab")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_priority_and_time_come_before_any_policy(policy: str) -> None:
+    now = [0.0]
+    radix = RadixCache(BLOCK, POLICIES[policy](), lambda: now[0])
+    for block, (priority, keep) in enumerate([(1, 0), (0, 0), (0, 10), (2, 0)]):
+        node = radix.insert(b"", packed(block), [block]).node
+        radix.pin(node)
+        radix.protect(node, priority, now[0] + keep)
+        radix.unpin(node)
+    assert radix.evict(1) == [1]
+    now[0] = 11.0
+    assert [radix.evict(1) for _ in range(3)] == [[2], [0], [3]]
+
+
+def test_what_is_kept_for_a_time_goes_when_nothing_else_can() -> None:
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
+    node = radix.insert(b"", packed(1), [0]).node
+    radix.pin(node)
+    radix.protect(node, 0, 100.0)
+    radix.unpin(node)
+    assert radix.evict(5) == [0]
+
+
+# --- speed and size -----------------------------------------------------------------------------------------------
+
+
+def timed(work: Callable[[], object], times: int) -> float:
+    """The least of several runs, in seconds."""
+    best = float("inf")
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def tree(nodes: int, block_size: int = 16, blocks: int = 1) -> RadixCache:
+    """One long edge that all share, and behind it `nodes` leaves."""
+    radix = RadixCache(block_size, Policy(), time.monotonic)
+    trunk = pack_tokens(range(block_size))
+    for number in range(nodes):
+        tail = pack_tokens([number + 1] * block_size * blocks)
+        radix.insert(b"", trunk + tail, [0, *range(1 + number * blocks, 1 + (number + 1) * blocks)])
+    return radix
+
+
+def test_a_prompt_of_32768_tokens_is_matched_within_a_millisecond() -> None:
+    radix = RadixCache(16, Policy(), time.monotonic)
+    prompt = pack_tokens(range(32_768))
+    for stop in range(256, 2049, 256):  # eight edges
+        radix.insert(b"", prompt[: stop * 64], list(range(stop)))
+    assert len(radix.match(b"", prompt).blocks) == 2048
+    assert timed(lambda: radix.match(b"", prompt), times=50) < 1e-3
+
+
+def test_eviction_from_a_large_tree_costs_what_it_costs_in_a_small_one() -> None:
+    small, large = tree(1_000), tree(100_000)
+    few, many = (timed(lambda one=one: one.evict(1), times=500) for one in (small, large))
+    assert many <= 2 * few
+
+
+@pytest.mark.parametrize("blocks", [50_000, pytest.param(1_000_000, marks=pytest.mark.long)])
+def test_a_million_blocks_fit_in_400_megabytes(blocks: int) -> None:
+    """Nodes of eight blocks; and the average of a tree does not grow with it."""
+    tracemalloc.start()
+    radix = tree(blocks // 8, blocks=8)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert radix.cached == blocks + 1
+    assert size < 400 * blocks
+
+
+def test_even_nodes_of_one_block_are_within_700_bytes_each() -> None:
+    tracemalloc.start()
+    radix = tree(10_000)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 700 * radix.cached

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transfer.channel import Chunk, Ending
 from transfer.layout import KVLayout
-from transfer.messages import Delta, Request, SamplingParams, pack_tokens
+from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
 from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.batch import build
@@ -20,7 +20,7 @@ from workers.engine.model import Model, context_length
 from workers.engine.sampler import sample
 from workers.kv.cache import KVCache
 from workers.kv.memory import KVMemory
-from workers.scheduler import Scheduler, Work
+from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
 
 
@@ -89,11 +89,12 @@ class Engine:
         layout, self.max_model_len = plan_memory(model, config)
         self.model = model
         self.memory = KVMemory(layout, model.device)
-        self.cache = KVCache(layout.num_blocks, config.block_size, config.prefix_cache)
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self.cache = KVCache(
+            layout.num_blocks, config.block_size, config.prefix_cache, config.eviction, self.memory.copy_tokens
+        )
         self._backend = TorchBackend(self.memory, config.compiled_attention, config.shared_attention)
-        self._scheduler = Scheduler(self.cache, config.step_tokens, config.max_running)
+        limits = Limits(config.step_tokens, config.max_running, config.max_overtaken)
+        self._scheduler = Scheduler(self.cache, limits)
         self._max_waiting = config.max_waiting
         self._sequences: dict[str, Sequence] = {}
         self._reservations: deque[Sequence] = deque()
@@ -106,7 +107,7 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Sequences queued for blocks or for a place in the running set."""
-        return len(self._scheduler.waiting) + len(self._reservations)
+        return self._scheduler.waiting + len(self._reservations)
 
     @property
     def full(self) -> bool:
@@ -133,8 +134,7 @@ class Engine:
         sequence = self._sequences.get(request_id)
         if sequence is None or sequence.stage is not Stage.INCOMING:
             return False
-        self.prompt_tokens += sequence.prompt_length
-        self.cached_tokens += min(sequence.computed, sequence.prompt_length)
+        self._count(sequence)
         sequence.cached_tokens = cached_tokens
         sequence.computed = sequence.prompt_length
         sequence.append(first_token)
@@ -206,7 +206,7 @@ class Engine:
         while self.has_work:
             self.run(self.plan().works)
         self.cache.clear()
-        self.prompt_tokens = self.cached_tokens = 0
+        self.cache.stats = CacheStats()
 
     def _new(self, request: Request, hand_off: bool) -> Sequence:
         """Raises ValueError, before anything is allocated, for what can never run here."""
@@ -232,10 +232,11 @@ class Engine:
         """Hit statistics, once a request: what is computed again after a preemption is not a hit."""
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_length)
-            self.prompt_tokens += sequence.prompt_length
-            self.cached_tokens += sequence.cached_tokens
+            self.cache.stats.count(sequence.prompt_length, sequence.cached_tokens, self.cache.block_size)
 
     def _progress(self, work: Work) -> None:
+        prompt_left = max(0, work.sequence.prompt_length - work.sequence.computed)
+        self.cache.stats.computed_tokens += min(work.count, prompt_left)
         work.sequence.computed += work.count
         self.cache.commit(work.sequence)
 

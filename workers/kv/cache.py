@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
+from transfer.messages import CacheStats
+from workers.kv.policies import POLICIES
 from workers.kv.pool import CACHED, QUARANTINED, BlockPool
-from workers.kv.radix import Match, RadixCache
+from workers.kv.radix import TOKEN_BYTES, Match, Partial, RadixCache
 from workers.sequence import Sequence
 
 GROWTH_BLOCKS = 4
 """Blocks a growing sequence takes at a time, so that its table stays in runs."""
+CopyTokens = Callable[[int, int, int], None]
 
 
 class KVCache:
-    """Admission, growth, sharing and release of block tables. With `reuse` off nothing is kept or found."""
+    """Admission, growth, sharing and release of block tables. With `reuse` off nothing is kept or found.
 
-    def __init__(self, num_blocks: int, block_size: int, reuse: bool = True) -> None:
+    `copy(source, target, tokens)` copies the KV of a block's first tokens, so that a block that is equal only in part
+    can be used; without it such blocks are not. `policy` names one of `workers.kv.policies.POLICIES`.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        reuse: bool = True,
+        policy: str = "lru",
+        copy: CopyTokens | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.radix = RadixCache(block_size)
+        self.radix = RadixCache(block_size, POLICIES[policy](), clock)
+        self.stats = CacheStats()
         self._reuse = reuse
+        self._copy = copy
+        self._clock = clock
 
     @property
     def available(self) -> int:
@@ -34,12 +53,18 @@ class KVCache:
     def admit(self, sequence: Sequence, tokens: int, whole: bool = False) -> bool:
         """Match, pin and allocate in one step, so that the table covers `tokens` tokens; False, and nothing changed,
         when the blocks cannot be found. `whole` allows the match to cover the whole prompt; otherwise at least its
-        last token is left to compute."""
+        last token is left to compute, and a block that is equal in part is copied."""
         match = self._match(sequence, sequence.length if whole else sequence.length - 1)
-        if match:
-            self.radix.pin(match.node)
         matched = match.blocks if match else []
         need = self._blocks_for(tokens) - len(matched)
+        if match:
+            self.radix.pin(match.node)
+        partial = match.partial if match and self._copy and not whole else None
+        if partial:
+            self.radix.pin(partial.node)
+            if need > self.available:
+                self.radix.unpin(partial.node)
+                partial = None
         if need > self.available:
             if match:
                 self.radix.unpin(match.node)
@@ -48,12 +73,22 @@ class KVCache:
         sequence.shared_blocks = len(matched)
         sequence.blocks = matched + self._take(need, matched[-1] if matched else None)
         sequence.computed = len(matched) * self.block_size
+        if partial:
+            self._copy_partial(sequence, partial)
         return True
 
-    def missing(self, sequence: Sequence) -> int:
-        """Tokens that would have to be computed if the sequence were admitted now."""
-        match = self._match(sequence, sequence.length - 1)
-        return sequence.length - (len(match.blocks) * self.block_size if match else 0)
+    def _copy_partial(self, sequence: Sequence, partial: Partial) -> None:
+        """Begin the first private block with what a cached block has of it; the cached one was pinned for that."""
+        assert self._copy is not None
+        self._copy(partial.block, sequence.blocks[sequence.shared_blocks], partial.tokens)
+        sequence.computed += partial.tokens
+        self.radix.unpin(partial.node)
+
+    def found(self, sequence: Sequence) -> int:
+        """Tokens that would not have to be computed if the sequence were admitted now."""
+        if not self._reuse:
+            return 0
+        return self.radix.peek(sequence.salt, sequence.packed(sequence.length - 1), self._copy is not None)
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Extend the table to cover `tokens` tokens; False when there are no blocks to be had."""
@@ -83,19 +118,41 @@ class KVCache:
         sequence.blocks[:whole] = done.blocks
         sequence.shared_blocks = whole
         self.pool.release(done.duplicates)
+        self.pool.release(done.superseded, CACHED)
 
     def release(self, sequence: Sequence, quarantine: Iterable[int] = ()) -> list[int]:
         """Give up a sequence's table: unpin what it shares, free the rest. Private blocks listed in `quarantine` are
         kept from reuse and returned; free them with `end_quarantine`."""
         kept = set(quarantine)
+        if self._keep_tail(sequence, kept):
+            sequence.blocks.pop(sequence.shared_blocks)
         private = sequence.blocks[sequence.shared_blocks :]
         held = [block for block in private if block in kept]
         self.pool.quarantine(held)
         self.pool.release([block for block in private if block not in kept])
         if sequence.node is not None:
+            request = sequence.request
+            if request.priority > 0 or request.keep_s > 0:
+                self.radix.protect(sequence.node, request.priority, self._clock() + request.keep_s)
             self.radix.unpin(sequence.node)
         sequence.node, sequence.blocks, sequence.shared_blocks, sequence.computed = None, [], 0, 0
         return held
+
+    def _keep_tail(self, sequence: Sequence, quarantine: set[int]) -> bool:
+        """Cache the block that is computed in part, if there is one, so that it can be copied."""
+        whole = sequence.shared_blocks * self.block_size
+        if not self._copy or not self._reuse or not whole < sequence.computed < whole + self.block_size:
+            return False
+        block = sequence.blocks[sequence.shared_blocks]
+        if block in quarantine:
+            return False
+        tokens = sequence.packed(sequence.computed)[whole * TOKEN_BYTES :]
+        superseded = self.radix.keep_tail(sequence.salt, sequence.node, tokens, block)
+        if superseded is None:
+            return False
+        self.pool.adopt([block])
+        self.pool.release(superseded, CACHED)
+        return True
 
     def end_quarantine(self, blocks: list[int]) -> None:
         """No peer can write to these blocks any more."""
@@ -103,17 +160,17 @@ class KVCache:
 
     def clear(self) -> None:
         """Forget everything that no pin holds."""
+        self.stats.cleared_blocks += self.radix.evictable
         self.pool.release(self.radix.evict(self.radix.evictable), CACHED)
 
     def _match(self, sequence: Sequence, tokens: int) -> Match | None:
         """The longest cached prefix within the first `tokens` tokens; None with reuse off."""
-        if not self._reuse:
-            return None
-        return self.radix.match(sequence.salt, sequence.packed(tokens // self.block_size * self.block_size))
+        return self.radix.match(sequence.salt, sequence.packed(tokens)) if self._reuse else None
 
     def _take(self, count: int, after: int | None) -> list[int]:
         short = count - self.pool.free
         if short > 0:
+            self.stats.evicted_blocks += short
             self.pool.release(self.radix.evict(short), CACHED)
         return self.pool.allocate(count, after)
 

@@ -46,6 +46,12 @@ class KVMemory:
                 piece = self.flat[region.offset : region.offset + region.block_bytes * layout.num_blocks]
                 views.append(piece.view(DTYPES[layout.dtype]).view(slots, geometry.kv_heads, size))
 
+    def copy_tokens(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` tokens of block `source` to block `target`, all layers."""
+        size = self.layout.block_size
+        for part in (*self.keys, *self.values):
+            part[target * size : target * size + tokens] = part[source * size : source * size + tokens]
+
     def checksum(self, blocks: Sequence[int]) -> int:
         """xxh3-64 over the blocks' bytes, region by region, in the given order; does not depend on how ids run."""
         digest = xxhash.xxh3_64()

@@ -3,57 +3,105 @@
 A radix tree over whole blocks (after SGLang's RadixAttention): an edge holds a run of blocks and their tokens, and
 splits only at block boundaries. Children are found by the exact tokens of their first block, so a hash can never
 vouch for a block. Each salt has a tree of its own. The tree knows block ids and tokens; ownership is the pool's.
+
+Below whole blocks there is `Partial`: the cached block that begins most like what is wanted, for copying. A `tail` is
+a leaf of one block that is not full; it is only ever found that way.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
+from sortedcontainers import SortedList
+
+from workers.kv.policies import Policy
+
+TOKEN_BYTES = 4
+
 
 class Node:
-    """An edge of whole blocks. `pins` counts live references to this node or to anything below it."""
+    """An edge of whole blocks. `pins` counts live references to this node or to anything below it. `order` has the keys
+    of `children`, sorted, where there are several. Evicted after everything of a lower `priority`, and before its time
+    `keep_until` only when nothing else is left."""
 
-    __slots__ = ("blocks", "children", "last_use", "parent", "pins", "tokens")
+    __slots__ = (
+        "blocks",
+        "children",
+        "created",
+        "keep_until",
+        "last_use",
+        "order",
+        "parent",
+        "pins",
+        "previous_use",
+        "priority",
+        "tokens",
+        "uses",
+    )
 
-    def __init__(self, parent: Node | None, tokens: bytes, blocks: list[int]) -> None:
+    def __init__(self, parent: Node | None, tokens: bytes, blocks: array[int]) -> None:
         self.parent = parent
         self.tokens = tokens
         self.blocks = blocks
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, Node] = _NO_CHILDREN
+        self.order: SortedList | None = None
         self.pins = 0
-        self.last_use = 0
+        self.created = self.last_use = self.previous_use = self.uses = 0
+        self.priority = 0
+        self.keep_until = 0.0
+
+
+_NO_CHILDREN: dict[bytes, Node] = {}
+"""Shared by all leaves, which are most of a tree; never written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A cached block, the first of `node`, whose first `tokens` tokens are the ones wanted next."""
+
+    node: Node
+    block: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest cached prefix: its blocks in order and the node that ends it."""
+    """The longest cached prefix: its blocks in order and the node that ends it; `partial` goes on inside a block."""
 
     node: Node
     blocks: list[int]
+    partial: Partial | None
 
 
 @dataclass(frozen=True, slots=True)
 class Insertion:
-    """What an insert did: the table to use from now on, ids now owned by the tree, ids that were duplicates."""
+    """What an insert did: the table to use from now on, ids now owned by the tree, ids that were duplicates, and ids
+    the tree gives up because a longer block has come in their place."""
 
     node: Node
     blocks: list[int]
     adopted: list[int]
     duplicates: list[int]
+    superseded: list[int]
 
 
 class RadixCache:
-    """Prefix tree of cached blocks with pins and leaf-first LRU eviction in O(log n)."""
+    """Prefix tree of cached blocks with pins and leaf-first eviction in O(log n). `clock` gives seconds."""
 
-    def __init__(self, block_size: int) -> None:
-        self._step = block_size * 4
+    def __init__(self, block_size: int, policy: Policy, clock: Callable[[], float]) -> None:
+        self._step = block_size * TOKEN_BYTES
+        self._policy = policy
+        self._clock = clock
         self._roots: dict[bytes, Node] = {}
-        self._clock = count(1)
+        self._uses = count(1)
         self._serial = count()
-        self._heap: list[tuple[int, int, Node]] = []
+        # (priority, worth, serial, leaf). A sorted list, not a heap: its costs hardly grow with its length.
+        self._queue = SortedList()
+        self._kept: list[tuple[float, int, Node]] = []
         self.cached = 0
         self.pinned = 0
 
@@ -65,17 +113,32 @@ class RadixCache:
     def match(self, salt: bytes, tokens: bytes) -> Match:
         """The longest cached prefix of packed `tokens` in whole blocks. Splits an edge that matches in part, so that
         the returned node ends exactly where the match does; what other matches return does not change."""
-        node, blocks = self._roots.get(salt) or Node(None, salt, []), []
+        node = self._roots.get(salt) or Node(None, salt, array("i"))
+        blocks: list[int] = []
         position = 0
-        while (child := node.children.get(tokens[position : position + self._step])) is not None:
+        while (child := self._child(node, tokens, position)) is not None:
             length = self._common(child.tokens, tokens, position)
             if length < len(child.tokens):
                 child = self._split(child, length // self._step)
             node = child
-            node.last_use = next(self._clock)
+            self._use(node)
             blocks.extend(node.blocks)
             position += length
-        return Match(node, blocks)
+        return Match(node, blocks, self._partial(node, tokens[position : position + self._step]))
+
+    def peek(self, salt: bytes, tokens: bytes, partial: bool) -> int:
+        """Tokens that `match` would find, with or without those inside a block; changes nothing."""
+        node = self._roots.get(salt)
+        position = 0
+        while node and (child := self._child(node, tokens, position)) is not None:
+            length = self._common(child.tokens, tokens, position)
+            node, position = child, position + length
+            if length < len(child.tokens):
+                rest = child.tokens[length : length + self._step]
+                inside = _common_tokens(rest, tokens[position : position + self._step])
+                return position // TOKEN_BYTES + (inside if partial else 0)
+        inner = self._partial(node, tokens[position : position + self._step]) if node and partial else None
+        return position // TOKEN_BYTES + (inner.tokens if inner else 0)
 
     def insert(self, salt: bytes, tokens: bytes, blocks: list[int]) -> Insertion:
         """Make `blocks` findable under packed `tokens` (whole blocks, `len(blocks)` of them). Where the tree already
@@ -85,15 +148,20 @@ class RadixCache:
         duplicates = [mine for mine, theirs in zip(blocks, match.blocks, strict=False) if mine != theirs]
         adopted = blocks[known:]
         node = match.node
+        superseded: list[int] = []
         if adopted:
-            if node.parent is None:
-                self._roots[salt] = node
-            node = Node(match.node, tokens[known * self._step :], list(adopted))
-            node.last_use = next(self._clock)
-            match.node.children[node.tokens[: self._step]] = node
-            self.cached += len(adopted)
-            self._offer(node)
-        return Insertion(node, match.blocks + adopted, adopted, duplicates)
+            node = self._grow(salt, match.node, tokens[known * self._step :], adopted)
+            superseded = self._supersede(match.partial, node)
+        return Insertion(node, match.blocks + adopted, adopted, duplicates, superseded)
+
+    def keep_tail(self, salt: bytes, node: Node | None, tokens: bytes, block: int) -> list[int] | None:
+        """Make a block that is not full findable behind `node` (None: at the beginning) for copying. Returns the ids
+        that the tree gives up for it, or None when the tree has all its tokens already."""
+        parent = node or self._roots.get(salt) or Node(None, salt, array("i"))
+        known = self._partial(parent, tokens)
+        if known is not None and known.tokens * TOKEN_BYTES == len(tokens):
+            return None
+        return self._supersede(known, self._grow(salt, parent, tokens, [block]))
 
     def pin(self, node: Node) -> None:
         """Forbid eviction of a node and of all its ancestors until `unpin`."""
@@ -115,16 +183,18 @@ class RadixCache:
                 self._drop_empty_root(at)
             at = at.parent
 
+    def protect(self, node: Node, priority: int, keep_until: float) -> None:
+        """Let a pinned node and its ancestors be evicted after what has a lower priority, and before the time
+        `keep_until` only when nothing else can be. Never takes protection away."""
+        at: Node | None = node
+        while at is not None:
+            at.priority, at.keep_until = max(at.priority, priority), max(at.keep_until, keep_until)
+            at = at.parent
+
     def evict(self, wanted: int) -> list[int]:
-        """Forget up to `wanted` blocks, least recently used leaves first, each from its end; returns their ids."""
+        """Forget up to `wanted` blocks, the leaves of least worth first, each from its end; returns their ids."""
         freed: list[int] = []
-        while len(freed) < wanted and self._heap:
-            last_use, _, node = heapq.heappop(self._heap)
-            if node.children or node.pins or node.parent is None or not node.blocks:
-                continue
-            if node.last_use != last_use:
-                self._offer(node)
-                continue
+        while len(freed) < wanted and (node := self._next_to_go()) is not None:
             take = min(wanted - len(freed), len(node.blocks))
             keep = len(node.blocks) - take
             freed.extend(node.blocks[keep:])
@@ -144,10 +214,7 @@ class RadixCache:
             yield node
             stack.extend(node.children.values())
 
-    def _drop_empty_root(self, node: Node) -> None:
-        """A salt nobody uses any more leaves nothing behind. A root keeps its salt where an edge has its tokens."""
-        if node.parent is None and not node.children and not node.pins and self._roots.get(node.tokens) is node:
-            del self._roots[node.tokens]
+    # --- matching -----------------------------------------------------------------------------------------------
 
     def _common(self, edge: bytes, tokens: bytes, position: int) -> int:
         """Bytes of `edge` that `tokens` from `position` on share with it, in whole blocks."""
@@ -158,32 +225,149 @@ class RadixCache:
             length += self._step
         return length
 
+    def _child(self, node: Node, tokens: bytes, position: int) -> Node | None:
+        """The child that begins with the next whole block of `tokens`."""
+        if position + self._step > len(tokens):
+            return None  # what is left could only be equal to a tail
+        return node.children.get(tokens[position : position + self._step])
+
+    def _partial(self, node: Node, tokens: bytes) -> Partial | None:
+        """The child whose first block begins most like `tokens`: in sorted order it stands next to them."""
+        near = node.children.keys()
+        if node.order is not None:
+            at = node.order.bisect_left(tokens)
+            near = node.order[max(0, at - 1) : at + 1]
+        best, length = b"", 0
+        for key in near:
+            common = _common_tokens(key, tokens)
+            if common > length:
+                best, length = key, common
+        if not length:
+            return None
+        child = node.children[best]
+        return Partial(child, child.blocks[0], length)
+
+    def _use(self, node: Node) -> None:
+        demoted = self._policy.used(node, next(self._uses))
+        if isinstance(demoted, Node):
+            self._offer(demoted)
+
+    # --- the tree -----------------------------------------------------------------------------------------------
+
+    def _grow(self, salt: bytes, parent: Node, tokens: bytes, blocks: list[int]) -> Node:
+        if parent.parent is None:
+            self._roots[salt] = parent
+        node = Node(parent, tokens, array("i", blocks))
+        self._use(node)
+        node.created = node.last_use
+        self._adopt(parent, node)
+        self.cached += len(blocks)
+        self._offer(node)
+        return node
+
+    def _supersede(self, partial: Partial | None, by: Node) -> list[int]:
+        """Drop the tail that a new node begins with."""
+        if partial is None or partial.node.pins or not by.tokens.startswith(partial.node.tokens):
+            return []
+        blocks = list(partial.node.blocks)
+        self.cached -= len(blocks)
+        self._remove(partial.node)
+        return blocks
+
+    def _adopt(self, parent: Node, child: Node) -> None:
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
+        key = child.tokens[: self._step]
+        new = key not in parent.children
+        parent.children[key] = child
+        if new and parent.order is not None:
+            parent.order.add(key)
+        elif len(parent.children) == 2:
+            parent.order = SortedList(parent.children)
+
     def _split(self, node: Node, blocks: int) -> Node:
         """Cut an edge after `blocks` blocks. The old object stays the lower part, so references to it stay right."""
         parent = node.parent
         assert parent is not None
         cut = blocks * self._step
         upper = Node(parent, node.tokens[:cut], node.blocks[:blocks])
-        upper.pins, upper.last_use = node.pins, node.last_use
+        upper.pins, upper.priority, upper.keep_until = node.pins, node.priority, node.keep_until
+        self._use(upper)
+        upper.created, upper.uses = node.created, node.uses
+        upper.last_use, upper.previous_use = node.last_use, node.previous_use
         node.parent, node.tokens, node.blocks = upper, node.tokens[cut:], node.blocks[blocks:]
-        upper.children[node.tokens[: self._step]] = node
-        parent.children[upper.tokens[: self._step]] = upper
+        self._adopt(upper, node)
+        self._adopt(parent, upper)
         return upper
-
-    def _offer(self, node: Node) -> None:
-        """Queue a node for eviction if it qualifies; entries that have gone stale are dropped when they come up."""
-        if node.children or node.pins or node.parent is None:
-            return
-        if len(self._heap) > 1024 and len(self._heap) > 4 * self.cached:
-            queued = {id(one): one for _, _, one in self._heap if one.blocks and not one.children and not one.pins}
-            self._heap = [(one.last_use, next(self._serial), one) for one in queued.values()]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (node.last_use, next(self._serial), node))
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
-        del parent.children[node.tokens[: self._step]]
-        node.blocks = []
+        key = node.tokens[: self._step]
+        del parent.children[key]
+        if parent.order is not None:
+            parent.order.remove(key)
+            parent.order = parent.order if len(parent.order) > 1 else None
+        node.blocks = array("i")
+        self._policy.removed(node)
         self._offer(parent)
         self._drop_empty_root(parent)
+
+    def _drop_empty_root(self, node: Node) -> None:
+        """A salt nobody uses any more leaves nothing behind. A root keeps its salt where an edge has its tokens."""
+        if node.parent is None and not node.children and not node.pins and self._roots.get(node.tokens) is node:
+            del self._roots[node.tokens]
+
+    # --- eviction -----------------------------------------------------------------------------------------------
+
+    def _offer(self, node: Node) -> None:
+        """Queue a node for eviction if it qualifies; entries that have gone stale are dropped when they come up."""
+        if not _evictable(node):
+            return
+        if len(self._queue) + len(self._kept) > 1024 + 4 * self.cached:
+            self._rebuild()
+        if node.keep_until > self._clock():
+            heapq.heappush(self._kept, (node.keep_until, next(self._serial), node))
+        else:
+            self._queue.add((node.priority, self._policy.worth(node), next(self._serial), node))
+
+    def _rebuild(self) -> None:
+        """Drop stale entries, of which every use of a leaf leaves one."""
+        queued = {entry[-1]: None for entry in self._queue} | {entry[-1]: None for entry in self._kept}
+        self._queue, self._kept = SortedList(), []
+        for node in queued:
+            self._offer(node)
+
+    def _next_to_go(self) -> Node | None:
+        """The leaf of least worth; one whose time has not come only when there is no other."""
+        now = self._clock()
+        while self._kept and self._kept[0][0] <= now:
+            self._offer(heapq.heappop(self._kept)[-1])
+        while self._queue:
+            priority, worth, _, node = self._queue.pop(0)
+            if not _evictable(node):
+                continue
+            if (node.priority, self._policy.worth(node)) == (priority, worth) and node.keep_until <= now:
+                return node
+            self._offer(node)
+        while self._kept:
+            keep_until, _, node = heapq.heappop(self._kept)
+            if not _evictable(node):
+                continue
+            if node.keep_until == keep_until:
+                return node
+            self._offer(node)
+        return None
+
+
+def _evictable(node: Node) -> bool:
+    return not node.children and not node.pins and node.parent is not None and len(node.blocks) > 0
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """Leading tokens that two packed blocks have in common."""
+    length = 0
+    stop = min(len(one), len(other))
+    while length < stop and one[length : length + TOKEN_BYTES] == other[length : length + TOKEN_BYTES]:
+        length += TOKEN_BYTES
+    return length // TOKEN_BYTES
