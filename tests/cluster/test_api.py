@@ -85,7 +85,7 @@ def test_cached_tokens_are_reported(client: OpenAI) -> None:
         client.completions.create(model=MODEL, prompt=prompt, max_tokens=1).usage.prompt_tokens_details.cached_tokens
         for _ in range(2)
     ]
-    assert seen == [0, 64]
+    assert seen == [0, 69]
 
 
 def test_chat_ids_are_the_templates_own(http: httpx.Client, client: OpenAI, tokenizer) -> None:  # type: ignore[no-untyped-def]

@@ -93,9 +93,11 @@ class Machine(RuleBasedStateMachine):
         match = self.radix.match(salt, tokens)
         if self.pool.free == 0 or len(match.blocks) * STEP < len(tokens):
             return
+        held = [node for node, owner, prefix, _ in self.pins if (owner, prefix) == (salt, tokens)]
+        node = held[0] if held else match.node if match.blocks else None
         known = self.inside(salt, tokens + tail) * 4 == len(tail)
         (block,) = self.pool.allocate(1)
-        superseded = self.radix.keep_tail(salt, match.node if match.blocks else None, tail, block)
+        superseded = self.radix.keep_tail(salt, node, tail, block)
         assert (superseded is None) == known
         if superseded is None:
             self.pool.release([block])
@@ -366,6 +368,17 @@ def test_a_tail_is_found_inside_only_and_gives_way_to_what_is_longer() -> None:
     assert radix.insert(b"", packed(1, 2), [0, 4]).superseded == [3]
     assert radix.keep_tail(b"", node, pack_tokens([7, 8]), 5) is None
     assert sorted(radix.evict(9)) == [0, 4]
+
+
+def test_a_root_from_a_match_that_found_nothing_never_replaces_the_tree() -> None:
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
+    root = radix.match(b"", packed(1)).node
+    radix.pin(root)
+    radix.insert(b"", packed(1), [0])
+    assert radix.keep_tail(b"", root, pack_tokens([9]), 1) == []
+    radix.unpin(root)
+    assert radix.match(b"", packed(1)).blocks == [0]
+    assert radix.match(b"", pack_tokens([9, 9, 9])).partial is not None
 
 
 # --- policies -----------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class RadixCache:
     def match(self, salt: bytes, tokens: bytes) -> Match:
         """The longest cached prefix of packed `tokens` in whole blocks. Splits an edge that matches in part, so that
         the returned node ends exactly where the match does; what other matches return does not change."""
-        node = self._roots.get(salt) or Node(None, salt, array("i"))
+        node = self._root(salt)
         blocks: list[int] = []
         position = 0
         while (child := self._child(node, tokens, position)) is not None:
@@ -157,11 +157,13 @@ class RadixCache:
     def keep_tail(self, salt: bytes, node: Node | None, tokens: bytes, block: int) -> list[int] | None:
         """Make a block that is not full findable behind `node` (None: at the beginning) for copying. Returns the ids
         that the tree gives up for it, or None when the tree has all its tokens already."""
-        parent = node or self._roots.get(salt) or Node(None, salt, array("i"))
-        known = self._partial(parent, tokens)
+        if node is None or node.parent is None:
+            # A match that found nothing may have returned a root that never got into the tree.
+            node = self._root(salt)
+        known = self._partial(node, tokens)
         if known is not None and known.tokens * TOKEN_BYTES == len(tokens):
             return None
-        return self._supersede(known, self._grow(salt, parent, tokens, [block]))
+        return self._supersede(known, self._grow(salt, node, tokens, [block]))
 
     def pin(self, node: Node) -> None:
         """Forbid eviction of a node and of all its ancestors until `unpin`."""
@@ -224,6 +226,10 @@ class RadixCache:
         while edge[length : length + self._step] == tokens[position + length : position + length + self._step]:
             length += self._step
         return length
+
+    def _root(self, salt: bytes) -> Node:
+        """The root of a salt; one that is not in the tree yet gets there with its first child."""
+        return self._roots.get(salt) or Node(None, salt, array("i"))
 
     def _child(self, node: Node, tokens: bytes, position: int) -> Node | None:
         """The child that begins with the next whole block of `tokens`."""
