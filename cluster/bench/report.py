@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -15,6 +16,8 @@ from rich.table import Table
 
 Figures = dict[str, float]
 """What was measured on one side, by name; a name says its unit."""
+FILE_WIDTH = 120
+"""Columns of a table that goes to a file or a pipe, which have no width of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,7 @@ class Report:
 
     def show(self, as_json: bool) -> None:
         """Print the report on standard output."""
-        console = Console()
+        console = Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
         if as_json:
             console.out(json.dumps(self.as_dict(), indent=2), highlight=False)
             return

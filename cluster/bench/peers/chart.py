@@ -31,7 +31,7 @@ def draw(report: Report, file: Path) -> None:
     heights = [len(rows) + 3.0, 1.5 * len(checks) + 2] if checks else [len(rows) + 3.0]
     figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * (sum(heights) + 1)), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(f"headwater bench peers: {report.config.get('model', '')}")
+    figure.suptitle(" ".join(f"{key}={value}" for key, value in report.config.items()), fontsize=9, wrap=True)
     parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _table(parts[0].subplots(), list(report.results), rows)
     if checks:

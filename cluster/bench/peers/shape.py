@@ -49,11 +49,11 @@ class Shape:
 
     def of_shared(self, figure: str) -> str:
         """Name of a figure of the shared work."""
-        return f"{self.requests} x ({self.prefix} shared + {self.query} + {self.output}): {figure}"
+        return f"{self.requests} behind a prefix: {figure}"
 
     def of_unshared(self, figure: str) -> str:
         """Name of a figure of the work with different prompts."""
-        return f"{self.different} different x ({self.prompt} + {self.output}): {figure}"
+        return f"{self.different} different: {figure}"
 
     def checks(self, results: dict[str, Figures]) -> list[Check]:
         """What is checked of the figures that are there."""
