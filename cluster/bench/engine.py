@@ -12,12 +12,16 @@ from cluster.bench.alone import EngineAlone
 from cluster.bench.report import Check, Figures, Report, medians, ratio
 from cluster.bench.workload import Words
 from cluster.config import ClusterConfig
+from cluster.errors import UserError
 from cluster.models import check_architecture, resolve, served_name
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine
+from workers.engine.attention import ModelUnsupported
+from workers.engine.engine import Engine, StartError
 from workers.engine.model import Model
 
 MIN_SHARED_SPEEDUP = 1.8
+SPARE_TOKENS = 8
+"""Beside context and measured steps: each stream's own part, its first token, and steps that are not measured."""
 SHARED, APART = "engine", "shared attention off"
 
 
@@ -53,13 +57,18 @@ def run(config: ClusterConfig, shape: Shape) -> Report:
 
 
 def measure(config: ClusterConfig, shape: Shape, threads: int, both: bool = True) -> tuple[dict[str, Figures], Model]:
-    """Medians of each side's figures, and the model. With `both`, also the shared decode without shared attention."""
+    """Medians of each side's figures, and the model. With `both`, also the shared decode without shared attention.
+
+    Raises UserError when model, device and sizes do not go together."""
     path = resolve(config.model.name)
     check_architecture(path)
     torch.set_num_threads(threads)
-    model = Model(path, config.worker.dtype, config.worker.device)
-    engine = _engine(model, config.worker, shared=True)
-    apart = _engine(model, config.worker, shared=False) if both else None
+    try:
+        model = Model(path, config.worker.dtype, config.worker.device)
+        engine = _engine(model, config.worker, shape, shared=True)
+        apart = _engine(model, config.worker, shape, shared=False) if both else None
+    except (StartError, ModelUnsupported, ValueError) as error:
+        raise UserError(str(error)) from error
     engine.first_token_s(Words(shape.rounds, model.vocab_size)(shape.context))  # the first pass of a size is slower
     sides: dict[str, list[Figures]] = {SHARED: [], **({APART: []} if both else {})}
     for number in range(shape.rounds):
@@ -74,9 +83,12 @@ def measure(config: ClusterConfig, shape: Shape, threads: int, both: bool = True
     return {side: medians(rounds) for side, rounds in sides.items()}, model
 
 
-def _engine(model: Model, config: WorkerConfig, shared: bool) -> EngineAlone:
+def _engine(model: Model, config: WorkerConfig, shape: Shape, shared: bool) -> EngineAlone:
     # The prefix cache is how the streams come to share their context.
-    made = Engine(model, config.model_copy(update={"prefix_cache": True, "shared_attention": shared}))
+    changes = {"prefix_cache": True, "shared_attention": shared, "max_running": max(config.max_running, shape.streams)}
+    made = Engine(model, config.model_copy(update=changes))
+    if shape.context + shape.steps + SPARE_TOKENS > made.max_model_len:
+        raise StartError(f"a context of {shape.context} and {shape.steps} steps are over {made.max_model_len} tokens")
     made.warm_up()
     return EngineAlone(made)
 

@@ -19,6 +19,7 @@ from cluster.bench.report import Check, Figures, Report, medians, ratio
 from cluster.bench.shared_prefix import SharedPrefix
 from cluster.bench.sides import NO_REUSE, REUSE, do
 from cluster.bench.workload import Words, Work, Workload
+from cluster.errors import UserError
 from tests.cluster.fake_completions import FIRST_ANSWER, fake_completions
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
@@ -297,6 +298,14 @@ def test_engine(invoke: Invoke) -> None:
     }
     assert all(value > 0 for value in results["engine"].values())
     assert len(report["checks"]) == 1  # type: ignore[arg-type]
+
+
+def test_sizes_that_do_not_fit_are_one_line(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="a context of 2040 and 64 steps are over 2048 tokens"):
+        invoke("engine", "--context", 2040)
+    monkeypatch.setenv("HEADWATER__WORKER__KV_MEMORY", "64KiB")
+    with pytest.raises(UserError, match=r"kv_memory: .*needs \d+ blocks"):
+        invoke("engine", "--context", 128)
 
 
 COMPARISONS: dict[str, list[object]] = {
