@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from cluster import running
 from cluster.bench.cli import app as bench_app
 from cluster.config import ClusterConfig, load
 from cluster.errors import UserError
@@ -89,6 +90,8 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
+    import ray
+
     from cluster.launch import STOP_S, Cluster, connect, disconnect
     from cluster.models import served_name
 
@@ -106,8 +109,9 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         raise
     until = None
     try:
-        typer.echo(READY.format(python=sys.executable, model=served_name(settings.model.name), url=cluster.url))
-        healthy = _wait(cluster, stop)
+        with running.announced(ray.get_runtime_context().gcs_address):
+            typer.echo(READY.format(python=sys.executable, model=served_name(settings.model.name), url=cluster.url))
+            healthy = _wait(cluster, stop)
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
         healthy = healthy and _drain(cluster)
     finally:
@@ -182,9 +186,12 @@ def _resolve(name: str) -> Path:
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    address: Annotated[str, typer.Option(help="the Ray cluster")] = "auto",
+    address: Annotated[
+        str | None, typer.Option(help="the Ray cluster; default: that of the last `headwater serve` here")
+    ] = None,
 ) -> None:
     """Show workers, load and cache."""
+    address = address or running.latest() or "auto"
     import ray
 
     from cluster import status as workers

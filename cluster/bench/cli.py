@@ -102,11 +102,11 @@ def batch_eval(
 @app.command("rag")
 def rag(
     requests: Annotated[int, typer.Option(min=1, help="number of questions")] = 160,
-    instruction: Annotated[int, typer.Option(min=1, help="tokens of the instruction before the documents")] = 200,
+    instruction: Annotated[int, typer.Option(min=1, help="tokens of the instruction before the documents")] = 128,
     documents: Annotated[int, typer.Option(min=1, help="documents that there are")] = 16,
-    document: Annotated[int, typer.Option(min=1, help="tokens of each document")] = 400,
+    document: Annotated[int, typer.Option(min=1, help="tokens of each document")] = 256,
     retrieved: Annotated[int, typer.Option(min=1, help="documents in each prompt")] = 3,
-    question: Annotated[int, typer.Option(min=1, help="tokens of each question")] = 40,
+    question: Annotated[int, typer.Option(min=1, help="tokens of each question")] = 24,
     output: Output = 16,
     zipf: Annotated[float, typer.Option(min=0, help="exponent of the documents' popularity; 0 is uniform")] = 1.2,
     concurrency: Concurrency = 16,

@@ -26,7 +26,7 @@ from workers.engine.engine import Engine
 from workers.engine.model import Model
 
 VOCABULARY = 50_000
-RAG = Rag(160, 200, 16, 400, 3, 40, 16, 1.2, 16, 1)
+RAG = Rag(160, 128, 16, 256, 3, 24, 16, 1.2, 16, 1)
 """The defaults of `headwater bench rag`."""
 
 
