@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -36,7 +36,9 @@ class WorkerConfig(BaseModel):
     kv_memory: int = Field(2**30, ge=1, description="memory of the KV pool, per worker")
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output, in tokens; default: model's")
-    step_tokens: int = Field(256, ge=1, description="token budget of a step; long prompts are computed in such chunks")
+    step_tokens: int = Field(
+        256, validate_default=True, description="token budget of a step; long prompts are computed in such chunks"
+    )
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
     max_overtaken: int = Field(
@@ -48,7 +50,18 @@ class WorkerConfig(BaseModel):
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")
+    compiled_linear: bool | None = Field(
+        None, description="compiled products for bfloat16 layers on CPUs; default: measured at the start"
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
+
+    @field_validator("step_tokens")
+    @classmethod
+    def _at_least_a_block(cls, value: int, info: ValidationInfo) -> int:
+        block_size = info.data.get("block_size", 1)
+        if value < block_size:
+            raise ValueError(f"is smaller than a block of {block_size} tokens (worker.block_size)")
+        return value
 
     @field_validator("kv_memory", mode="before")
     @classmethod

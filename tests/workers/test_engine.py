@@ -408,7 +408,7 @@ def test_random_requests_and_aborts_leave_nothing_behind(tiny: Model, seed: int)
     draw = random.Random(seed)
     pages = engine(tiny).memory.layout.block_bytes
     config: dict[str, Any] = {"kv_memory": 24 * pages, "max_model_len": 200, "max_running": 6}
-    config |= {"step_tokens": draw.choice([8, 40, 512]), "prefix_cache": draw.random() < 0.8}
+    config |= {"step_tokens": draw.choice([16, 40, 512]), "prefix_cache": draw.random() < 0.8}
     prefill, decode = engine(tiny, **config), engine(tiny, **config)
     families = [[draw.randrange(512) for _ in range(150)] for _ in range(3)]
     live: dict[str, tuple[Request, HandOff | None]] = {}

@@ -98,9 +98,11 @@ class _Probe:
 
 
 class Model:
-    """Weights on a device. `layers` is the KV geometry, one entry a layer."""
+    """Weights on a device. `layers` is the KV geometry, one entry a layer. `compiled_linear`: see `linear.pack`."""
 
-    def __init__(self, path: Path, dtype: str = "auto", device: str = "auto") -> None:
+    def __init__(
+        self, path: Path, dtype: str = "auto", device: str = "auto", compiled_linear: bool | None = None
+    ) -> None:
         attention.register()
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -112,7 +114,7 @@ class Model:
             path, config=self.config, dtype=DTYPES[self.dtype], attn_implementation=attention.IMPLEMENTATION
         )
         self._module.to(self.device).eval()
-        pack(self._module)
+        pack(self._module, compiled_linear)
         self.eos = eos_tokens(path, self.config)
         self.vocab_size = int(self.config.get_text_config().vocab_size)
         self.identity = identity(path)

@@ -16,55 +16,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 from workers.engine.batch import Span, as_index
+from workers.engine.kernels.vector import exp, widen
 from workers.kv.memory import KVMemory
 
 _LOWEST = np.float32(-1e30)
-_LOG2_E = np.float32(math.log2(math.e))
 # Rounding may be reordered, as in any matrix product, but infinities and signs are kept.
 _FAST = {"reassoc", "contract", "arcp", "nsz"}
-
-
-@intrinsic
-def _bits_as_float(_: Any, bits: Any) -> Any:
-    """Reinterpret 32 bits."""
-    return types.float32(types.uint32), lambda context, builder, signature, args: builder.bitcast(
-        args[0], ir.FloatType()
-    )
-
-
-@intrinsic
-def _widen(_: Any, element: Any) -> Any:
-    """An element of the pool as float32: float32 itself, or the bits of a bfloat16."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if signature.args[0] == types.float32:
-            return args[0]
-        bits = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(bits, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(element), code
-
-
-@njit(inline="always", error_model="numpy")
-def _exp(x: Any) -> Any:
-    """e to a power of at most 0, within 2e-7: 2^n by exponent bits, the rest by the Cephes polynomial for 2^x. Unlike
-    the library function it can be vectorised."""
-    y = max(x * _LOG2_E, np.float32(-126.0))
-    whole = math.floor(y + np.float32(0.5))
-    part = np.float32(y - whole)
-    p = np.float32(1.535336188319500e-4)
-    p = p * part + np.float32(1.339887440266574e-3)
-    p = p * part + np.float32(9.618437357674640e-3)
-    p = p * part + np.float32(5.550332471162809e-2)
-    p = p * part + np.float32(2.402264791363012e-1)
-    p = p * part + np.float32(6.931472028550421e-1)
-    p = p * part + np.float32(1.0)
-    return p * _bits_as_float(np.uint32((np.int32(whole) + np.int32(127)) << np.int32(23)))
 
 
 @cache
@@ -94,7 +54,7 @@ def _compiled(group: int, size: int, block_size: int) -> Callable[..., None]:
                     count = min(block_size, lengths[row] - index * block_size)
                     for t in range(count):
                         for d in range(size):
-                            tile[t, d] = _widen(keys[slot + t, head, d])
+                            tile[t, d] = widen(keys[slot + t, head, d])
                     for t in range(count):
                         for g in range(group):
                             score = np.float32(0)
@@ -106,16 +66,16 @@ def _compiled(group: int, size: int, block_size: int) -> Callable[..., None]:
                             scores[g, t] = _LOWEST
                     for t in range(count):
                         for d in range(size):
-                            tile[t, d] = _widen(values[slot + t, head, d])
+                            tile[t, d] = widen(values[slot + t, head, d])
                     for g in range(group):
                         highest = top[g]
                         for t in range(block_size):
                             highest = max(highest, scores[g, t])
-                        shrink = _exp(top[g] - highest)
+                        shrink = exp(top[g] - highest)
                         top[g] = highest
                         added = np.float32(0)
                         for t in range(block_size):
-                            weight = _exp(scores[g, t] - highest)
+                            weight = exp(scores[g, t] - highest)
                             scores[g, t] = weight
                             added += weight
                         mass[g] = mass[g] * shrink + added
