@@ -61,6 +61,7 @@ class Scheduler:
         self._share = FairShare()
         self._arrivals = count(1)
         self._queues: dict[str, list[Sequence]] = {}
+        self._heats: dict[Sequence, int] = {}
         self.running: list[Sequence] = []
 
     @property
@@ -90,6 +91,7 @@ class Scheduler:
     def schedule(self) -> tuple[list[Work], list[Sequence]]:
         """The work of the next step and the sequences admitted for it. No work means nothing can run now."""
         works = self._decodes()
+        self._heats.clear()
         # Prompts always get something, or a full running set could keep them waiting for ever.
         budget = max(self._limits.step_tokens - len(works), 1)
         admitted: list[Sequence] = []
@@ -153,11 +155,14 @@ class Scheduler:
         return min(mine, key=lambda one: (self._heat(one), one.arrival))
 
     def _heat(self, sequence: Sequence) -> int:
-        """0 for a hot prompt, 1 for a warm one, 2 for a cold one."""
+        """0 for a hot prompt, 1 for a warm one, 2 for a cold one; looked up once a step."""
+        if (known := self._heats.get(sequence)) is not None:
+            return known
         running = sequence.stage is Stage.RUNNING
         cached = (sequence.cached_tokens or 0) if running else self._cache.found(sequence)
         share = cached / sequence.length
-        return 0 if share >= HOT else 1 if share >= WARM else 2
+        heat = self._heats[sequence] = 0 if share >= HOT else 1 if share >= WARM else 2
+        return heat
 
     def _start(self, sequence: Sequence, budget: int, works: list[Work]) -> bool:
         """Admit a queued sequence if it should and can begin in this step."""

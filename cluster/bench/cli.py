@@ -151,6 +151,25 @@ def no_reuse_cost(
     _compare(settings, NoReuseCost(requests, prompt, output, concurrency, rounds), True, as_json, check)
 
 
+@app.command("tenants")
+def tenants(
+    requests: Annotated[int, typer.Option(min=1, help="requests of the quiet tenant in a round")] = 8,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt, all different")] = 1000,
+    output: Output = 16,
+    loud: Annotated[int, typer.Option(min=1, help="requests that the loud tenant keeps under way")] = 10,
+    rounds: Rounds = 1,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """A quiet tenant's time to first token, alone and beside a loud one. Tenants are told apart by `user`."""
+    from cluster.bench.tenants import Shape, run
+
+    _report(run(_settings(config, model, dtype), Shape(requests, prompt, output, loud, rounds)), as_json, check)
+
+
 @app.command("first-token")
 def first_token(
     prompt: Annotated[int, typer.Option(help="prompt tokens")] = 16,

@@ -15,6 +15,8 @@ import httpx
 
 from cluster.errors import UserError
 
+LEAD_S = 1.0
+"""How long the other load runs before what is measured beside it begins."""
 Chat = list[list[int]]
 """The parts that a client adds, one a turn. Each turn's prompt is everything so far, answers included, and its part."""
 
@@ -53,10 +55,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server and the name of its model."""
+    """A server, the name of its model, and as whom to ask."""
 
     url: str
     model: str
+    user: str = ""
 
 
 class LoadError(UserError):
@@ -81,6 +84,31 @@ def send(
         raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
 
 
+def send_beside(target: Target, chats: list[Chat], output: int, other: Target, others: list[Chat], at_once: int) -> Run:
+    """Hold `chats` one at a time while `other` holds `others`, `at_once` at a time, which are broken off at the end.
+
+    Raises LoadError also when the others were done before.
+    """
+
+    async def both() -> Run:
+        beside = asyncio.create_task(_send(other, others, output, at_once, lambda: None))
+        await asyncio.sleep(LEAD_S)
+        try:
+            run = await _send(target, chats, output, 1, lambda: None)
+            if beside.done():
+                beside.result()
+                raise LoadError("the other load ended before the measurement did")
+            return run
+        finally:
+            beside.cancel()
+            await asyncio.gather(beside, return_exceptions=True)
+
+    try:
+        return asyncio.run(both())
+    except httpx.HTTPError as error:
+        raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
+
+
 async def _send(target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None]) -> Run:
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
@@ -92,7 +120,7 @@ async def _send(target: Target, chats: list[Chat], output: int, concurrency: int
             async with gate:
                 for part in chat:
                     prompt = prompt + part
-                    timings.append(await _one(client, target.model, prompt, output))
+                    timings.append(await _one(client, target, prompt, output))
                     prompt = prompt + list(timings[-1].answer)
                     done()
             return timings
@@ -102,11 +130,12 @@ async def _send(target: Target, chats: list[Chat], output: int, concurrency: int
         return Run([one for chat in timings for one in chat], time.perf_counter() - start)
 
 
-async def _one(client: httpx.AsyncClient, model: str, prompt: list[int], output: int) -> Timing:
+async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], output: int) -> Timing:
     start = time.perf_counter()
     first = 0.0
-    wanted = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    wanted = {"model": target.model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     wanted |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    wanted |= {"user": target.user} if target.user else {}
     lines: list[str] = []
     async with client.stream("POST", "/v1/completions", json=wanted) as answer:
         async for line in answer.aiter_lines():

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from cluster.bench.alone import EngineAlone
 from cluster.bench.batch_eval import BatchEval
 from cluster.bench.cli import app
-from cluster.bench.load import LoadError, Run, Target, Timing, send, single
+from cluster.bench.load import LoadError, Run, Target, Timing, send, send_beside, single
 from cluster.bench.multi_turn import LATER, MultiTurn
 from cluster.bench.no_reuse_cost import NoReuseCost
 from cluster.bench.rag import MIN_SPEEDUP, Rag
@@ -168,6 +168,17 @@ def test_the_warm_up_is_sent_and_not_measured() -> None:
 def test_a_failed_request_fails_the_run(fault: dict[str, object], message: str) -> None:
     with fake_completions(**fault) as server, pytest.raises(LoadError, match=message):  # type: ignore[arg-type]
         send(Target(server.url, "fake"), single([[1]]), output=3, concurrency=1)
+
+
+def test_a_load_beside_another_is_measured_only_while_the_other_runs() -> None:
+    with fake_completions() as server:
+        quiet, loud = Target(server.url, "fake", "quiet"), Target(server.url, "fake", "loud")
+        with pytest.raises(LoadError, match="ended before"):
+            send_beside(quiet, single([[1]]), 2, loud, single([[2]]), 1)
+        endless = [[[3]] * 100_000]  # one chat that grows turn by turn
+        run = send_beside(quiet, single([[1], [1]]), 2, loud, endless, 1)
+    assert len(run.timings) == 2
+    assert [3] in server.prompts
 
 
 # Checks and reports
