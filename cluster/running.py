@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.models import cache_dir
+from workers.paths import cache_dir
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """How Ray is told whether a cluster wants a token. Ray sets it for a cluster that it starts, but not for an address."""
@@ -23,9 +23,12 @@ def _directory() -> Path:
 def announced(address: str) -> Iterator[None]:
     """Let `latest` find the Ray cluster at `address` while this process is in the block."""
     file = _directory() / str(os.getpid())
+    born = psutil.Process().create_time()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(f"{address}\n{os.environ.get(AUTH_MODE, '')}")
+        unfinished = file.with_name(f"new-{file.name}")
+        unfinished.write_text(f"{address}\n{os.environ.get(AUTH_MODE, '')}\n{born}")
+        unfinished.rename(file)
     except OSError:  # a cache nobody can write to costs only the convenience
         pass
     try:
@@ -37,12 +40,24 @@ def announced(address: str) -> Iterator[None]:
 def latest() -> str | None:
     """Address of the Ray cluster behind the newest `headwater serve` that is alive; files of dead ones are removed. To
     be called before Ray is imported: it sets how to authenticate there."""
-    files = sorted(_directory().glob("[0-9]*"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files:
-        if psutil.pid_exists(int(file.name)):
-            address, mode = file.read_text().split("\n")
+    for file in sorted(_directory().glob("[0-9]*"), key=_age):
+        try:
+            address, mode, born = file.read_text().split("\n")
+            if psutil.Process(int(file.name)).create_time() != float(born):
+                raise psutil.NoSuchProcess(int(file.name))
+        except psutil.NoSuchProcess:
+            file.unlink(missing_ok=True)
+        except OSError:  # it has ended just now
+            continue
+        else:
             if mode:
                 os.environ.setdefault(AUTH_MODE, mode)
             return address
-        file.unlink(missing_ok=True)
     return None
+
+
+def _age(file: Path) -> float:
+    try:
+        return -file.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -26,4 +26,13 @@ class GatewayConfig(BaseModel):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
+    max_priority: int = Field(
+        0, ge=0, le=100, description="highest `priority` that clients may ask for; raise it where they can be trusted"
+    )
+    max_cache_ttl_s: float = Field(
+        0.0,
+        ge=0,
+        le=86_400,
+        description="longest `cache_ttl` that clients may ask for; raise it where they can be trusted",
+    )
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")

@@ -162,8 +162,9 @@ class Outcome:
 
 @dataclass(slots=True)
 class CacheStats:
-    """What a worker's prefix cache did since the worker started. A hit is counted once for a request, when it is first
-    admitted; what is computed again after a preemption counts in `computed_tokens` alone."""
+    """What a worker's prefix cache did since the worker started. Hits are counted once for a request, when it is first
+    admitted; a request is a hit from one whole block on. `new_tokens` are prompt tokens that were computed or received,
+    those computed again after a preemption included."""
 
     requests: int = 0
     request_hits: int = 0
@@ -171,7 +172,7 @@ class CacheStats:
     cached_tokens: int = 0
     prompt_blocks: int = 0
     cached_blocks: int = 0
-    computed_tokens: int = 0
+    new_tokens: int = 0
     evicted_blocks: int = 0
     cleared_blocks: int = 0
     preemptions: int = 0
@@ -179,7 +180,7 @@ class CacheStats:
     def count(self, prompt_tokens: int, cached_tokens: int, block_size: int) -> None:
         """Add one request of which `cached_tokens` were there."""
         self.requests += 1
-        self.request_hits += cached_tokens > 0
+        self.request_hits += cached_tokens >= block_size
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
         self.prompt_blocks += prompt_tokens // block_size
@@ -187,8 +188,8 @@ class CacheStats:
 
     @property
     def rates(self) -> dict[str, float]:
-        """Shares of tokens, requests and whole blocks that were hits, and of prompt tokens that computing was saved."""
-        saved = 1 - self.computed_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """Shares of tokens, requests and whole blocks that were hits, and 1 - new tokens / prompt tokens."""
+        saved = 1 - self.new_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
         return {
             "token_hit_rate": _share(self.cached_tokens, self.prompt_tokens),
             "request_hit_rate": _share(self.request_hits, self.requests),

@@ -3,21 +3,21 @@
 Each step has a token budget. Running sequences that only need their next token come first; what is left goes to
 prompts, in chunks, in this order:
 
-1. prompts that `max_overtaken` later ones have gone before, oldest first;
-2. higher priority first;
+1. every eighth prompt that is begun is the oldest one, whatever follows here, so that nobody waits for ever;
+2. by priority;
 3. the tenant that was served least;
-4. hot before warm before cold: by the share of the prompt that is cached;
-5. the order of arrival.
+4. within a tenant, prompts that `max_overtaken` later ones of it have gone before, oldest first;
+5. hot before warm before cold: by the share of the prompt that is cached;
+6. the order of arrival.
 
 A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
-both have in common. When a sequence cannot grow, the one that is last in line goes back to the queue, from where it
-resumes at its cached prefix.
+both have in common. One that cannot get its blocks lets at most `max_overtaken` others begin. When a sequence cannot
+grow, the one that is last in line goes back to the queue, from where it resumes at its cached prefix.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -29,8 +29,10 @@ from workers.sequence import Sequence, Stage
 
 HOT, WARM = 0.75, 0.25
 """Cached shares of a prompt from which on it counts as hot, as warm."""
-WINDOW = 64
+WINDOW = 16
 """Queued prompts of a tenant that are looked up in the cache when the next one is chosen."""
+BY_AGE = 8
+"""Of so many prompts one is begun because it is the oldest."""
 MAX_PASSED = 8
 """Prompts that cannot begin in a step before the queue is left alone until the next."""
 
@@ -60,6 +62,7 @@ class Scheduler:
         self._limits = limits
         self._share = FairShare()
         self._arrivals = count(1)
+        self._begun = 0
         self._queues: dict[str, list[Sequence]] = {}
         self._heats: dict[Sequence, int] = {}
         self.running: list[Sequence] = []
@@ -87,6 +90,9 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self._queues.get(sequence.request.tenant, ()):
             self._unqueue(sequence)
+        else:
+            return
+        self._share.leave(sequence.request.tenant)
 
     def schedule(self) -> tuple[list[Work], list[Sequence]]:
         """The work of the next step and the sequences admitted for it. No work means nothing can run now."""
@@ -103,11 +109,12 @@ class Scheduler:
                 started.remove(sequence)
             elif self._start(sequence, budget, works):
                 admitted.append(sequence)
+                self._begun += 1
                 self._note_overtaking(sequence, passed)
             else:
                 passed.add(sequence)
                 # Nobody is begun any more before one that has waited long enough.
-                admit = sequence.overtaken < self._limits.max_overtaken and len(passed) < MAX_PASSED
+                admit = sequence.held_up < self._limits.max_overtaken and len(passed) < MAX_PASSED
                 continue
             work = Work(sequence, min(sequence.remaining, budget))
             works.append(work)
@@ -130,7 +137,7 @@ class Scheduler:
             victim = max((one for one in self.running if not one.hand_off), key=_seniority)
             self._cache.release(victim)
             self._cache.stats.preemptions += 1
-            self.running.remove(victim)
+            self.remove(victim)
             self.add(victim)
             if victim is sequence:
                 return False
@@ -145,14 +152,14 @@ class Scheduler:
             prompts += [one for one in chain.from_iterable(self._queues.values()) if one not in passed]
         if not prompts:
             return None
-        due = [one for one in prompts if one.overtaken >= self._limits.max_overtaken]
-        if due:
-            return min(due, key=lambda one: one.arrival)
+        if self._begun % BY_AGE == BY_AGE - 1:
+            return min(prompts, key=lambda one: one.arrival)
         priority = max(one.request.priority for one in prompts)
         prompts = [one for one in prompts if one.request.priority == priority]
-        tenant = min({one.request.tenant for one in prompts}, key=lambda one: (self._share.served(one), one))
-        mine = [one for one in prompts if one.request.tenant == tenant][:WINDOW]
-        return min(mine, key=lambda one: (self._heat(one), one.arrival))
+        tenant = min(prompts, key=lambda one: (self._share.served(one.request.tenant), one.arrival)).request.tenant
+        mine = sorted((one for one in prompts if one.request.tenant == tenant), key=lambda one: one.arrival)
+        due = next((one for one in mine if one.overtaken >= self._limits.max_overtaken), None)
+        return due or min(mine[:WINDOW], key=lambda one: (self._heat(one), one.arrival))
 
     def _heat(self, sequence: Sequence) -> int:
         """0 for a hot prompt, 1 for a warm one, 2 for a cold one; looked up once a step."""
@@ -182,6 +189,8 @@ class Scheduler:
 
     def _computed_by_another(self, sequence: Sequence, found: int) -> bool:
         """Whether a running prompt is about to share more of this one's beginning than is cached now."""
+        if not self._cache.reuse:
+            return False
         size = self._cache.block_size
         for other in self.running:
             if other.computed >= other.prompt_length or other.salt != sequence.salt:
@@ -195,13 +204,17 @@ class Scheduler:
                 return True
         return False
 
-    def _note_overtaking(self, sequence: Sequence, passed: Iterable[Sequence]) -> None:
-        """Count who was here before `sequence` and has not begun: of the same tenant, since between tenants fairness
-        decides, and whoever had to let it go first for want of blocks."""
-        behind = self._queues.get(sequence.request.tenant, [])
-        for one in {*behind, *passed, *(other for other in self.running if other.remaining > 1)}:
-            same = one.request.tenant == sequence.request.tenant
-            if one.arrival < sequence.arrival and (same or one in passed):
+    def _note_overtaking(self, sequence: Sequence, passed: set[Sequence]) -> None:
+        """Count who came earlier and let `sequence` begin before: for want of blocks (`held_up`), or because more of it
+        is cached, which is between prompts of a tenant and of a priority (`overtaken`)."""
+        kind = (sequence.request.tenant, sequence.request.priority)
+        queue = self._queues.get(sequence.request.tenant, [])
+        for one in {*passed, *queue, *(other for other in self.running if other.remaining > 1)}:
+            if one.arrival >= sequence.arrival:
+                continue
+            if one in passed:
+                one.held_up += 1
+            elif (one.request.tenant, one.request.priority) == kind:
                 one.overtaken += 1
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
@@ -209,13 +222,7 @@ class Scheduler:
     def _arrive(self, sequence: Sequence) -> None:
         if sequence.arrival == 0:
             sequence.arrival = next(self._arrivals)
-        active = set(self._tenants())
-        if sequence.request.tenant not in active:
-            self._share.arrive(sequence.request.tenant, active)
-
-    def _tenants(self) -> Iterator[str]:
-        yield from self._queues
-        yield from (one.request.tenant for one in self.running)
+        self._share.arrive(sequence.request.tenant)
 
     def _unqueue(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.request.tenant]

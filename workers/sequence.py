@@ -25,7 +25,7 @@ class Sequence:
 
     `computed` tokens have their KV in the pool; `blocks[:shared_blocks]` belong to the radix cache (held by a pin on
     `node`), the rest to this sequence. `hand_off` sequences stop after their first output token. The scheduler numbers
-    sequences by `arrival` and counts how often later ones went first in `overtaken`.
+    sequences by `arrival`, and counts in `overtaken` and `held_up` how often later ones went first.
     """
 
     def __init__(self, request: Request, hand_off: bool = False) -> None:
@@ -34,6 +34,7 @@ class Sequence:
         self.stage = Stage.WAITING
         self.arrival = 0
         self.overtaken = 0
+        self.held_up = 0
         self.prompt_length = request.prompt_tokens
         self.final_length = self.prompt_length + (0 if hand_off else request.sampling.max_tokens)
         self._tokens = np.empty(self.final_length + 1, dtype=np.int32)

@@ -90,6 +90,8 @@ class Gateway:
             block_size=first.block_size,
             vocab_size=first.vocab_size,
             root=root_key(first.fingerprint),
+            max_priority=self._config.max_priority,
+            max_cache_ttl_s=self._config.max_cache_ttl_s,
         )
 
     async def deliver(self, deltas: list[Delta]) -> None:

@@ -23,13 +23,16 @@ COMPLETION_MAX_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers serve: model name, longest sequence and block in tokens, vocabulary, prefix root key."""
+    """What the workers serve: model name, longest sequence and block in tokens, vocabulary, prefix root key; and what
+    the operator lets clients ask for."""
 
     model: str
     max_model_len: int
     block_size: int
     vocab_size: int
     root: bytes
+    max_priority: int
+    max_cache_ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,11 @@ class Service:
                 "context_length_exceeded",
             )
 
+    def _check_allowed(self, field: str, value: float, limit: float, setting: str) -> None:
+        """Whoever is served first or kept longest is so at the others' cost: the operator decides."""
+        if value > limit:
+            raise invalid(f"{field}: at most {limit:g} is allowed here ({setting}), got {value:g}", field)
+
     def _known(self, tokens: list[int], field: str) -> list[int]:
         for position, token in enumerate(tokens):
             if not 0 <= token < self.limits.vocab_size:
@@ -200,6 +208,8 @@ class Service:
                 wanted_name,
                 "context_length_exceeded",
             )
+        self._check_allowed("priority", request.priority or 0, self.limits.max_priority, "gateway.max_priority")
+        self._check_allowed("cache_ttl", request.cache_ttl or 0, self.limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
         sampling = SamplingParams(
             max_tokens=limit - length if wanted is None else wanted,
             temperature=1.0 if request.temperature is None else request.temperature,

@@ -113,6 +113,16 @@ def test_streamed_text_is_whole_characters(client: OpenAI, tokenizer, text: str)
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
+def test_priority_and_cache_ttl_are_the_operators_to_allow(http: httpx.Client, pair: Cluster) -> None:
+    assert complete(http, priority=-100, cache_ttl=0, user="somebody", max_tokens=2).status_code == 200
+    for field, value, setting in (("priority", 1, "max_priority"), ("cache_ttl", 0.5, "max_cache_ttl_s")):
+        error = error_of(complete(http, **{field: value}))
+        assert (error["param"], error["type"]) == (field, "invalid_request_error")
+        assert f"{field}: at most 0 is allowed here (gateway.{setting}), got {value}" in error["message"]
+    for field, value in (("priority", 101), ("priority", 0.5), ("cache_ttl", -1), ("cache_ttl", 1e9), ("user", 3)):
+        assert error_of(complete(http, **{field: value}))["param"] == field
+
+
 def test_one_token_means_one_token(client: OpenAI) -> None:
     for stream_prompt in ("The sky is", [1000] * 40):
         answer = client.completions.create(model=MODEL, prompt=stream_prompt, max_tokens=1, temperature=0)

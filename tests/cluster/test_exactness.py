@@ -1,9 +1,7 @@
 """Token ids through the whole cluster equal those of `transformers` generate, however the request travelled."""
 
 import asyncio
-import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from openai import AsyncOpenAI
 
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance
-from tests.cluster.conftest import PAIR_CONTEXT, Launch
+from tests.cluster.conftest import Launch
 from tests.cluster.prompts import NEW_TOKENS, Case, cases
 from tests.workers.drive import answers as engine_answers
 from tests.workers.drive import engine, request
@@ -111,37 +109,33 @@ def test_small_chunks_without_cache(launch: Launch, smollm: Path, reference: lis
     cluster.stop()
 
 
+PAIRS = ((64, True, 1), (64, False, 8), (256, True, 8), (256, False, 1))
+"""Chunk, cache, requests at once: every pair of values of two of them occurs. All combinations would take hours."""
+SETTINGS = [
+    (topology, *pair, (first + number) % 2 == 0)
+    for first, topology in enumerate(TOPOLOGIES)
+    for number, pair in enumerate(PAIRS)
+]
+"""The same with topology and streaming."""
+
+
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("topology", "chunk", "cache"), list(itertools.product(TOPOLOGIES, (64, 256), (True, False))))
-def test_every_combination(
-    launch: Launch, smollm: Path, reference: list[Case], topology: str, chunk: int, cache: bool
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("topology", "chunk", "cache", "at_once", "stream"), SETTINGS)
+def test_every_pair_of_settings(
+    launch: Launch,
+    smollm: Path,
+    reference: list[Case],
+    topology: str,
+    chunk: int,
+    cache: bool,
+    at_once: int,
+    stream: bool,
 ) -> None:
-    """Streamed and whole answers are asked of a cluster each, at the same time: one request leaves most of two cores
-    idle. Only a new cluster is cold, for a cache cannot be emptied from outside."""
-
-    def start() -> Cluster:
-        return launch(
-            smollm,
-            worker__step_tokens=chunk,
-            worker__prefix_cache=cache,
-            worker__threads=1,  # two clusters share the cores
-            worker__max_model_len=PAIR_CONTEXT,
-            **TOPOLOGIES[topology],
-        )
-
-    def ask_both(clusters: Sequence[Cluster], at_once: int) -> None:
-        with ThreadPoolExecutor() as pool:
-            list(pool.map(check, clusters, [reference] * 2, [at_once] * 2, (True, False)))
-
-    clusters: list[Cluster] = []
-    for at_once in (1, 8):
-        if cache or not clusters:
-            clusters = [start(), start()]
-        ask_both(clusters, at_once)  # cold
-        if cache:
-            ask_both(clusters, at_once)  # warm; without a cache a worker keeps no block, so it would be cold again
-        for one in clusters:
-            assert_balance(one)
-            if cache or at_once == 8:
-                one.stop()
+    """All prompts in a new cluster, which is cold, and with a cache once more, warm."""
+    cluster = launch(smollm, worker__step_tokens=chunk, worker__prefix_cache=cache, **TOPOLOGIES[topology])
+    check(cluster, reference, at_once, stream)
+    if cache:
+        check(cluster, reference, at_once, not stream)
+    assert_balance(cluster)
+    cluster.stop()

@@ -299,6 +299,23 @@ def test_salts_never_share() -> None:
     assert serve(cache, sequence(2 * SIZE + 1, salt=b"a")) == 2 * SIZE
 
 
+@pytest.mark.parametrize("policy", ["lru-k", "lfu", "slru"])
+def test_what_was_asked_for_once_never_displaces_what_comes_again(policy: str) -> None:
+    cache = KVCache(24, SIZE, policy=policy)
+    for _ in range(3):
+        serve(cache, sequence(8 * SIZE))
+    long = sequence(16 * SIZE, token=2)
+    for stop in range(SIZE, 16 * SIZE + 1, SIZE):  # computed in many chunks, and refused at first
+        if stop == SIZE:
+            for _ in range(20):
+                assert not cache.admit(sequence(100 * SIZE, token=2), 100 * SIZE)
+            assert cache.admit(long, long.length)
+        compute(cache, long, stop)
+    cache.release(long)
+    serve(cache, sequence(8 * SIZE, token=3))
+    assert cache.found(sequence(8 * SIZE)) == 8 * SIZE - SIZE
+
+
 # --- copy on write ------------------------------------------------------------------------------------------------
 
 
@@ -371,7 +388,7 @@ def test_statistics_by_the_fields_definitions(hits: int, misses: int) -> None:
         stats.count(40, 36, 16)
     for _ in range(misses):
         stats.count(40, 0, 16)
-    stats.computed_tokens = 4 * hits + 40 * misses
+    stats.new_tokens = 4 * hits + 40 * misses
     rates = stats.rates
     assert rates["request_hit_rate"] == hits / (hits + misses)
     assert rates["token_hit_rate"] == pytest.approx(36 * hits / (40 * (hits + misses)))

@@ -1,11 +1,17 @@
 """Packed linear layers against the plain ones."""
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from numba.core import caching
 from torch import nn
 
+from workers.engine.kernels import compiled
 from workers.engine.kernels import linear as kernel
 from workers.engine.linear import PackedLinear, WidenedLinear, pack
 
@@ -56,8 +62,34 @@ def test_which_way_is_taken_can_be_told(compiled: bool, kind: type[nn.Module]) -
 
 
 @needs_bf16
-def test_without_being_told_the_faster_way_is_measured() -> None:
+@pytest.mark.parametrize("kind", [PackedLinear, WidenedLinear])
+def test_without_being_told_the_faster_way_is_measured(monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module]) -> None:
+    forward = kind.forward
+    other = PackedLinear if kind is WidenedLinear else WidenedLinear
+    slow = other.forward
+    monkeypatch.setattr(other, "forward", lambda self, rows: (time.sleep(0.01), slow(self, rows))[1])
+    assert kind.forward is forward
     model = nn.Sequential(nn.Linear(256, 256).bfloat16(), nn.Linear(128, 256).bfloat16())
     pack(model, None)
-    assert len({type(layer) for layer in model}) == 1
-    assert type(model[0]) in (PackedLinear, WidenedLinear)
+    assert {type(layer) for layer in model} == {kind}
+
+
+def test_fewer_threads_than_asked_for_leave_nothing_out() -> None:
+    """As batch systems arrange it; OpenMP reads the limit when it is loaded."""
+    code = """
+import torch
+from workers.engine.kernels import linear as kernel
+torch.set_num_threads(4)
+weight, x = torch.randn(512, 64).bfloat16(), torch.randn(9, 64)
+assert torch.allclose(kernel.product(x, kernel.pack(weight)), x @ weight.float().t(), atol=1e-3)
+"""
+    for limits in ({"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}, {}):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **limits}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_without_a_place_for_a_cache_kernels_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching.CompileResultCacheImpl, "_locator_classes", [])
+    assert compiled.compiled("test", lambda x: x + 1)(2) == 3

@@ -1,5 +1,6 @@
 """The radix cache beside a brute-force model: a plain mapping from (salt, prefix) to block id."""
 
+import itertools
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -161,6 +162,37 @@ class Machine(RuleBasedStateMachine):
         """A match that nobody pins, as when a queue is looked through."""
         assert self.radix.match(salt, tokens).blocks == self.known(salt, tokens)
 
+    @rule(which=st.integers(0, 100), end=st.booleans())
+    def touch(self, which: int, end: bool) -> None:
+        if self.pins:
+            node = self.pins[which % len(self.pins)][0]
+            (self.radix.renew if end else self.radix.touch)(node)
+
+    @rule(which=st.integers(0, 100), kinds=st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=2))
+    def continue_in_place(self, which: int, kinds: list[int]) -> None:
+        """A sequence that goes on where its own node ends."""
+        if not self.pins:
+            return
+        which %= len(self.pins)
+        own, salt, before, blocks = self.pins[which]
+        tokens = before + packed(*kinds)
+        fresh = len(prefixes(tokens)) - len(blocks)
+        if len(before) % STEP or fresh > self.pool.free:
+            return
+        known = self.known(salt, tokens)
+        table = blocks + self.pool.allocate(fresh)
+        done = self.radix.insert(salt, tokens, table, own)
+        assert done.blocks == known + table[len(known) :]
+        self.pool.adopt(done.adopted)
+        self.pool.release(done.duplicates)
+        self.give_up(done.superseded, salt, tokens)
+        self.model.update({(salt, prefix): block for prefix, block in zip(prefixes(tokens), done.blocks, strict=True)})
+        if done.node is own:
+            self.pins[which] = (own, salt, tokens, done.blocks)
+        else:
+            self.hold(done.node, salt, tokens, done.blocks)
+            self.unpin(which)
+
     @rule(which=st.integers(0, 100))
     def unpin(self, which: int) -> None:
         if self.pins:
@@ -260,6 +292,12 @@ def packed(*kinds: int) -> bytes:
     return pack_tokens(token for kind in kinds for token in (7, 8, kind))
 
 
+def use(radix: RadixCache, tokens: bytes) -> Node:
+    node = radix.match(b"", tokens).node
+    radix.touch(node)
+    return node
+
+
 def filled(*prompts: tuple[bytes, list[int]]) -> RadixCache:
     radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
     for tokens, blocks in prompts:
@@ -298,7 +336,7 @@ def test_evictable_is_right_after_split_pin_and_evict() -> None:
 
 def test_eviction_takes_the_least_recently_used_leaf_first_and_from_its_end() -> None:
     radix = filled((packed(1, 1, 1), [0, 1, 2]), (packed(2, 2), [3, 4]), (packed(3, 3), [5, 6]))
-    radix.match(b"", packed(1, 1, 1))
+    use(radix, packed(1, 1, 1))
     assert radix.evict(1) == [4]
     assert radix.evict(2) == [3, 6]
     assert radix.evict(1) == [5]
@@ -307,7 +345,7 @@ def test_eviction_takes_the_least_recently_used_leaf_first_and_from_its_end() ->
 
 def test_a_parent_is_evicted_only_after_its_children() -> None:
     radix = filled((packed(1), [0]), (packed(1, 2), [0, 1]), (packed(1, 3), [0, 2]))
-    radix.match(b"", packed(1, 2))
+    use(radix, packed(1, 2))
     assert radix.evict(3) == [2, 1, 0]
 
 
@@ -349,8 +387,8 @@ def test_a_used_salt_leaves_nothing_behind() -> None:
 def test_the_eviction_queue_stays_small_and_forgets_nobody() -> None:
     radix = filled((packed(1), [0]), (packed(2), [1]))
     for _ in range(5000):
-        node = radix.match(b"", packed(1)).node
-        radix.match(b"", packed(2))  # used, but never pinned, since it was queued
+        node = use(radix, packed(1))
+        use(radix, packed(2))  # used, but never pinned, since it was queued
         radix.pin(node)
         radix.unpin(node)
     assert len(radix._queue) <= 1040
@@ -381,6 +419,29 @@ def test_a_root_from_a_match_that_found_nothing_never_replaces_the_tree() -> Non
     assert radix.match(b"", pack_tokens([9, 9, 9])).partial is not None
 
 
+def test_an_answer_that_comes_block_by_block_is_one_node() -> None:
+    radix = RadixCache(BLOCK, Policy(), lambda: 0.0)
+    node = radix.insert(b"", packed(1), [0]).node
+    radix.pin(node)
+    for length in range(2, 30):
+        assert radix.insert(b"", packed(*range(1, length + 1)), list(range(length)), node).node is node
+    assert list(radix.nodes()) == [node]
+    assert (radix.cached, radix.pinned) == (29, 29)
+    radix.pin(node)  # somebody else's match ends here
+    assert radix.insert(b"", packed(*range(1, 31)), list(range(30)), node).node is not node
+
+
+def test_time_that_passes_while_evicting_does_not_send_a_leaf_back_and_forth() -> None:
+    clock = itertools.count()
+    radix = RadixCache(BLOCK, Policy(), lambda: float(next(clock)))
+    for number in range(4):
+        node = radix.insert(b"", packed(number), [number]).node
+        radix.pin(node)
+        radix.unpin(node)
+        radix.protect(node, 0, 20.0 + number)
+    assert sorted(block for _ in range(4) for block in radix.evict(1)) == [0, 1, 2, 3]
+
+
 # --- policies -----------------------------------------------------------------------------------------------------
 
 
@@ -393,7 +454,7 @@ def used(policy: str, uses: str) -> str:
             names[len(names)] = name
             radix.insert(b"", packed(ord(name)), [len(names) - 1])
         else:
-            assert radix.match(b"", packed(ord(name))).blocks
+            assert use(radix, packed(ord(name))).blocks
     return "".join(names[block] for _ in range(len(names)) for block in radix.evict(1))
 
 

@@ -135,6 +135,7 @@ class Engine:
         if sequence is None or sequence.stage is not Stage.INCOMING:
             return False
         self._count(sequence)
+        self.cache.stats.new_tokens += sequence.prompt_length - sequence.computed
         sequence.cached_tokens = cached_tokens
         sequence.computed = sequence.prompt_length
         sequence.append(first_token)
@@ -236,7 +237,7 @@ class Engine:
 
     def _progress(self, work: Work) -> None:
         prompt_left = max(0, work.sequence.prompt_length - work.sequence.computed)
-        self.cache.stats.computed_tokens += min(work.count, prompt_left)
+        self.cache.stats.new_tokens += min(work.count, prompt_left)
         work.sequence.computed += work.count
         self.cache.commit(work.sequence)
 

@@ -7,6 +7,7 @@ measured: oneDNN's packed product, and for bfloat16 a compiled one that computes
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from workers.engine.kernels import linear as kernel
 
+_log = logging.getLogger(__name__)
 PACKED_DTYPES = (torch.bfloat16, torch.float16)
 _TRIAL_ROWS = (16, 256)
 _TRIALS = 5
@@ -40,13 +42,14 @@ class WidenedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = kernel.pack(linear.weight.detach())
+        self.panels = kernel.pack(linear.weight.detach())
+        self.weight = linear.weight.new_empty(0)  # for model code that asks for its type
         self.bias = None if linear.bias is None else linear.bias.detach().float()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
         flat = rows.reshape(-1, self.in_features).float().contiguous()
-        output = kernel.product(flat, self.weight)[:, : self.out_features]
+        output = kernel.product(flat, self.panels)[:, : self.out_features]
         if self.bias is not None:
             output = output + self.bias
         return output.to(rows.dtype).reshape(*rows.shape[:-1], self.out_features)
@@ -58,17 +61,23 @@ def pack(module: nn.Module, compiled: bool | None) -> None:
     if not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return
     layers = [
-        (parent, name, child)
+        (parent, name)
         for parent in module.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear and child.weight.dtype in PACKED_DTYPES and child.weight.device.type == "cpu"
     ]
-    wide = [child for _, _, child in layers if child.weight.dtype == torch.bfloat16]
+    wide = [getattr(parent, name) for parent, name in layers if _is_bfloat16(getattr(parent, name))]
     if wide and compiled is None:
         compiled = _compiled_is_faster(max(wide, key=lambda one: one.in_features))
-    for parent, name, child in layers:
-        kind = WidenedLinear if compiled and child.weight.dtype == torch.bfloat16 else PackedLinear
-        setattr(parent, name, kind(child))
+        _log.info("linear layers: %s", "compiled" if compiled else "oneDNN")
+    del wide
+    for parent, name in layers:  # each original is freed before the next is packed
+        layer = getattr(parent, name)
+        setattr(parent, name, (WidenedLinear if compiled and _is_bfloat16(layer) else PackedLinear)(layer))
+
+
+def _is_bfloat16(linear: nn.Linear) -> bool:
+    return linear.weight.dtype == torch.bfloat16
 
 
 def _compiled_is_faster(linear: nn.Linear) -> bool:

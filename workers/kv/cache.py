@@ -36,7 +36,7 @@ class KVCache:
         self.pool = BlockPool(num_blocks)
         self.radix = RadixCache(block_size, POLICIES[policy](), clock)
         self.stats = CacheStats()
-        self._reuse = reuse
+        self.reuse = reuse
         self._copy = copy
         self._clock = clock
 
@@ -69,6 +69,8 @@ class KVCache:
             if match:
                 self.radix.unpin(match.node)
             return False
+        if match and sequence.cached_tokens is None:
+            self.radix.touch(match.node)  # once a request, however often it is pushed back
         sequence.node = match.node if match else None
         sequence.shared_blocks = len(matched)
         sequence.blocks = matched + self._take(need, matched[-1] if matched else None)
@@ -86,7 +88,7 @@ class KVCache:
 
     def found(self, sequence: Sequence) -> int:
         """Tokens that would not have to be computed if the sequence were admitted now."""
-        if not self._reuse:
+        if not self.reuse:
             return 0
         return self.radix.peek(sequence.salt, sequence.packed(sequence.length - 1), self._copy is not None)
 
@@ -106,15 +108,16 @@ class KVCache:
         """Share the whole blocks computed so far. Blocks that another sequence has meanwhile shared under other ids
         are replaced in the table before the duplicates are freed."""
         whole = sequence.computed // self.block_size
-        if not self._reuse or whole <= sequence.shared_blocks:
+        if not self.reuse or whole <= sequence.shared_blocks:
             return
         tokens = sequence.packed(whole * self.block_size)
-        done = self.radix.insert(sequence.salt, tokens, sequence.blocks[:whole])
+        done = self.radix.insert(sequence.salt, tokens, sequence.blocks[:whole], sequence.node)
         self.pool.adopt(done.adopted)
-        self.radix.pin(done.node)
-        if sequence.node is not None:
-            self.radix.unpin(sequence.node)
-        sequence.node = done.node
+        if done.node is not sequence.node:
+            self.radix.pin(done.node)
+            if sequence.node is not None:
+                self.radix.unpin(sequence.node)
+            sequence.node = done.node
         sequence.blocks[:whole] = done.blocks
         sequence.shared_blocks = whole
         self.pool.release(done.duplicates)
@@ -124,6 +127,9 @@ class KVCache:
         """Give up a sequence's table: unpin what it shares, free the rest. Private blocks listed in `quarantine` are
         kept from reuse and returned; free them with `end_quarantine`."""
         kept = set(quarantine)
+        request = sequence.request
+        if sequence.node is not None and (request.priority > 0 or request.keep_s > 0):
+            self.radix.protect(sequence.node, request.priority, self._clock() + request.keep_s)
         if self._keep_tail(sequence, kept):
             sequence.blocks.pop(sequence.shared_blocks)
         private = sequence.blocks[sequence.shared_blocks :]
@@ -131,9 +137,7 @@ class KVCache:
         self.pool.quarantine(held)
         self.pool.release([block for block in private if block not in kept])
         if sequence.node is not None:
-            request = sequence.request
-            if request.priority > 0 or request.keep_s > 0:
-                self.radix.protect(sequence.node, request.priority, self._clock() + request.keep_s)
+            self.radix.renew(sequence.node)
             self.radix.unpin(sequence.node)
         sequence.node, sequence.blocks, sequence.shared_blocks, sequence.computed = None, [], 0, 0
         return held
@@ -141,7 +145,7 @@ class KVCache:
     def _keep_tail(self, sequence: Sequence, quarantine: set[int]) -> bool:
         """Cache the block that is computed in part, if there is one, so that it can be copied."""
         whole = sequence.shared_blocks * self.block_size
-        if not self._copy or not self._reuse or not whole < sequence.computed < whole + self.block_size:
+        if not self._copy or not self.reuse or not whole < sequence.computed < whole + self.block_size:
             return False
         block = sequence.blocks[sequence.shared_blocks]
         if block in quarantine:
@@ -165,7 +169,7 @@ class KVCache:
 
     def _match(self, sequence: Sequence, tokens: int) -> Match | None:
         """The longest cached prefix within the first `tokens` tokens; None with reuse off."""
-        return self.radix.match(sequence.salt, sequence.packed(tokens)) if self._reuse else None
+        return self.radix.match(sequence.salt, sequence.packed(tokens)) if self.reuse else None
 
     def _take(self, count: int, after: int | None) -> list[int]:
         short = count - self.pool.free

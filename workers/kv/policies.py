@@ -1,7 +1,7 @@
 """Eviction policies: which cached prefix is worth least.
 
-A policy is told when a node is used and gives each node a worth; the smallest goes first. It sees nodes that could go
-now: unpinned leaves. Protection by priority or time comes before any policy (see workers/kv/radix.py).
+A policy is told when a request uses a node and gives each node a worth; the smallest goes first. It sees nodes that
+could go now: unpinned leaves. Protection by priority or time comes before any policy (see workers/kv/radix.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,10 @@ class Policy:
         entry.previous_use, entry.last_use = entry.last_use, now
         entry.uses += 1
         return None
+
+    def renewed(self, entry: Entry, now: int) -> None:
+        """The use that began earlier ends now."""
+        entry.last_use = now
 
     def removed(self, entry: Entry) -> None:
         """An entry is gone."""

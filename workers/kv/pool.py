@@ -40,7 +40,7 @@ class BlockPool:
         """1 minus the share of the longest run in all free blocks: 0 when the free blocks are one run, or none are."""
         edges = np.diff((self._owner == FREE).astype(np.int8), prepend=0, append=0)
         lengths = np.flatnonzero(edges == -1) - np.flatnonzero(edges == 1)
-        return 1.0 - float(lengths.max()) / self.free if len(lengths) else 0.0
+        return 1.0 - float(lengths.max() / lengths.sum()) if len(lengths) else 0.0
 
     def owners(self) -> np.ndarray:
         """Owner code of every block, a copy."""

@@ -112,7 +112,8 @@ class RadixCache:
 
     def match(self, salt: bytes, tokens: bytes) -> Match:
         """The longest cached prefix of packed `tokens` in whole blocks. Splits an edge that matches in part, so that
-        the returned node ends exactly where the match does; what other matches return does not change."""
+        the returned node ends exactly where the match does; what other matches return does not change. It is no use by
+        itself: see `touch`."""
         node = self._root(salt)
         blocks: list[int] = []
         position = 0
@@ -121,7 +122,6 @@ class RadixCache:
             if length < len(child.tokens):
                 child = self._split(child, length // self._step)
             node = child
-            self._use(node)
             blocks.extend(node.blocks)
             position += length
         return Match(node, blocks, self._partial(node, tokens[position : position + self._step]))
@@ -140,16 +140,23 @@ class RadixCache:
         inner = self._partial(node, tokens[position : position + self._step]) if node and partial else None
         return position // TOKEN_BYTES + (inner.tokens if inner else 0)
 
-    def insert(self, salt: bytes, tokens: bytes, blocks: list[int]) -> Insertion:
+    def insert(self, salt: bytes, tokens: bytes, blocks: list[int], own: Node | None = None) -> Insertion:
         """Make `blocks` findable under packed `tokens` (whole blocks, `len(blocks)` of them). Where the tree already
-        holds a prefix under other ids, its ids win and the caller's come back as duplicates."""
+        holds a prefix under other ids, its ids win and the caller's come back as duplicates. `own` is the node that the
+        caller has pinned: when nobody else needs it to end where it does, it grows instead of getting a child, so that
+        an answer, which comes block by block, does not become a chain of nodes."""
         match = self.match(salt, tokens)
         known = len(match.blocks)
         duplicates = [mine for mine, theirs in zip(blocks, match.blocks, strict=False) if mine != theirs]
         adopted = blocks[known:]
         node = match.node
         superseded: list[int] = []
-        if adopted:
+        if adopted and node is own and node.pins == 1 and not node.children and node.parent is not None:
+            node.tokens += tokens[known * self._step :]
+            node.blocks.extend(adopted)
+            self.cached += len(adopted)
+            self.pinned += len(adopted)
+        elif adopted:
             node = self._grow(salt, match.node, tokens[known * self._step :], adopted)
             superseded = self._supersede(match.partial, node)
         return Insertion(node, match.blocks + adopted, adopted, duplicates, superseded)
@@ -163,7 +170,22 @@ class RadixCache:
         known = self._partial(node, tokens)
         if known is not None and known.tokens * TOKEN_BYTES == len(tokens):
             return None
-        return self._supersede(known, self._grow(salt, node, tokens, [block]))
+        tail = self._grow(salt, node, tokens, [block])
+        tail.priority, tail.keep_until = node.priority, node.keep_until
+        self._offer(tail)
+        return self._supersede(known, tail)
+
+    def touch(self, node: Node) -> None:
+        """A request uses the prefix that ends with a node."""
+        while node.parent is not None:
+            self._use(node)
+            node = node.parent
+
+    def renew(self, node: Node) -> None:
+        """The use of the prefix that ends with a node is over: it was in use until now."""
+        while node.parent is not None:
+            self._policy.renewed(node, next(self._uses))
+            node = node.parent
 
     def pin(self, node: Node) -> None:
         """Forbid eviction of a node and of all its ancestors until `unpin`."""
@@ -188,10 +210,9 @@ class RadixCache:
     def protect(self, node: Node, priority: int, keep_until: float) -> None:
         """Let a pinned node and its ancestors be evicted after what has a lower priority, and before the time
         `keep_until` only when nothing else can be. Never takes protection away."""
-        at: Node | None = node
-        while at is not None:
-            at.priority, at.keep_until = max(at.priority, priority), max(at.keep_until, keep_until)
-            at = at.parent
+        while node.parent is not None:
+            node.priority, node.keep_until = max(node.priority, priority), max(node.keep_until, keep_until)
+            node = node.parent
 
     def evict(self, wanted: int) -> list[int]:
         """Forget up to `wanted` blocks, the leaves of least worth first, each from its end; returns their ids."""
@@ -326,13 +347,13 @@ class RadixCache:
 
     # --- eviction -----------------------------------------------------------------------------------------------
 
-    def _offer(self, node: Node) -> None:
+    def _offer(self, node: Node, now: float | None = None) -> None:
         """Queue a node for eviction if it qualifies; entries that have gone stale are dropped when they come up."""
         if not _evictable(node):
             return
         if len(self._queue) + len(self._kept) > 1024 + 4 * self.cached:
             self._rebuild()
-        if node.keep_until > self._clock():
+        if node.keep_until > (self._clock() if now is None else now):
             heapq.heappush(self._kept, (node.keep_until, next(self._serial), node))
         else:
             self._queue.add((node.priority, self._policy.worth(node), next(self._serial), node))
@@ -346,23 +367,23 @@ class RadixCache:
 
     def _next_to_go(self) -> Node | None:
         """The leaf of least worth; one whose time has not come only when there is no other."""
-        now = self._clock()
+        now = self._clock()  # read once: a node whose time ends meanwhile must not go back and forth
         while self._kept and self._kept[0][0] <= now:
-            self._offer(heapq.heappop(self._kept)[-1])
+            self._offer(heapq.heappop(self._kept)[-1], now)
         while self._queue:
             priority, worth, _, node = self._queue.pop(0)
             if not _evictable(node):
                 continue
             if (node.priority, self._policy.worth(node)) == (priority, worth) and node.keep_until <= now:
                 return node
-            self._offer(node)
+            self._offer(node, now)
         while self._kept:
             keep_until, _, node = heapq.heappop(self._kept)
             if not _evictable(node):
                 continue
             if node.keep_until == keep_until:
                 return node
-            self._offer(node)
+            self._offer(node, now)
         return None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
 from workers.engine.batch import Span, as_index
+from workers.engine.kernels.compiled import compiled
 from workers.engine.kernels.vector import exp, widen
 from workers.kv.memory import KVMemory
 
@@ -28,10 +28,10 @@ _FAST = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @cache
-def _compiled(group: int, size: int, block_size: int) -> Callable[..., None]:
-    """The kernel for `group` query heads per KV head of `size`; constants let the compiler unroll the inner loops."""
+def _compiled(group: int, size: int, block_size: int, dtype: str) -> Callable[..., None]:
+    """The kernel for `group` query heads per KV head of `size` and a pool of `dtype`; constants let the compiler unroll
+    the inner loops."""
 
-    @njit(fastmath=_FAST, error_model="numpy", nogil=True, cache=True)
     def kernel(
         query: Any, keys: Any, values: Any, tables: Any, starts: Any, lengths: Any, scaling: Any, output: Any, lse: Any
     ) -> None:
@@ -91,7 +91,8 @@ def _compiled(group: int, size: int, block_size: int) -> Callable[..., None]:
                         output[row, head * group + g, d] = total[g, d] / mass[g]
                     lse[row, head * group + g] = top[g] + math.log(mass[g])
 
-    return kernel
+    name = f"decode-{group}-{size}-{block_size}-{dtype}"
+    return compiled(name, kernel, fastmath=_FAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class DecodeKernel:
         count, heads, size = query.shape
         keys, values = self._keys[layer], self._values[layer]
         output, lse = torch.empty((count, heads, size)), torch.empty((count, heads))
-        kernel = _compiled(heads // keys.shape[1], size, self._block_size)
+        kernel = _compiled(heads // keys.shape[1], size, self._block_size, keys.dtype.name)
         kernel(
             query.float().contiguous().numpy(),
             keys,

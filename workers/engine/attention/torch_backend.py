@@ -90,22 +90,30 @@ class TorchBackend:
         return span.start + 1 if span.count == 1 else span.start
 
     def _shared_tokens(self, spans: list[Span]) -> dict[int, int]:
-        """Fill `_shared`; returns the shared tokens of each grouped span, by its first row."""
-        groups: dict[int, list[Span]] = {}
-        for span in spans:
-            if self._context_end(span) >= SHARED_MIN_TOKENS:
-                groups.setdefault(int(span.blocks[0]), []).append(span)
+        """Fill `_shared`; returns how many tokens of each span are in there, by its first row."""
         shared: dict[int, int] = {}
-        for members in groups.values():
-            blocks = self._common_blocks(members) if len(members) > 1 else 0
-            length = blocks * self._block_size
-            if length < SHARED_MIN_TOKENS:
-                continue
-            rows = as_index(np.concatenate([np.arange(span.row, span.row + span.count) for span in members]))
-            slots = self._slots(members[0].blocks, 0, length)
-            self._shared.append(_Context(rows, slots, first=False))
-            shared.update({span.row: length for span in members})
+        self._share_among([span for span in spans if self._context_end(span) >= self._block_size], 0, 0, shared)
         return shared
+
+    def _share_among(self, spans: list[Span], begin: int, depth: int, shared: dict[int, int]) -> None:
+        """Spans whose tables agree up to block `depth` and whose context is shared up to block `begin`: one context for
+        each branch of the tree of their tables that is long enough, at any depth."""
+        branches: dict[int, list[Span]] = {}
+        for span in spans:
+            if self._context_end(span) // self._block_size > depth:
+                branches.setdefault(int(span.blocks[depth]), []).append(span)
+        for members in branches.values():
+            if len(members) < 2:
+                continue
+            common = self._common_blocks(members)
+            done = begin
+            if (common - begin) * self._block_size >= SHARED_MIN_TOKENS:
+                rows = as_index(np.concatenate([np.arange(span.row, span.row + span.count) for span in members]))
+                slots = self._slots(members[0].blocks, begin * self._block_size, common * self._block_size)
+                self._shared.append(_Context(rows, slots, first=False))
+                shared.update({span.row: common * self._block_size for span in members})
+                done = common
+            self._share_among(members, done, common, shared)
 
     def _common_blocks(self, spans: list[Span]) -> int:
         """Leading blocks that all tables have in common and that are whole context for all of them."""

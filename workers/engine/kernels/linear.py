@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 
+from workers.engine.kernels.compiled import compiled
 from workers.engine.kernels.threads import runner
 from workers.engine.kernels.vector import LANES, panel_product
 
@@ -43,7 +43,6 @@ def product(rows: torch.Tensor, panels: np.ndarray) -> torch.Tensor:
 _twelve, _eight, _four, _two, _one = (panel_product(rows, 2) for rows in (12, 8, 4, 2, 1))
 
 
-@njit(nogil=True, cache=True)
 def _part(arguments: Any, thread: int, threads: int) -> None:
     """One thread's panels, all rows."""
     rows, panels, output = arguments[0], arguments[1], arguments[2]
@@ -77,4 +76,4 @@ def _part(arguments: Any, thread: int, threads: int) -> None:
 
 @cache
 def _runner() -> Any:
-    return runner(_part)
+    return runner(compiled("linear", _part))

@@ -1,0 +1,39 @@
+"""How kernels are compiled, and where the result is kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import config, njit
+
+from workers.paths import cache_dir
+
+
+def compiled(name: str, function: Callable[..., Any], **options: Any) -> Any:
+    """`function` compiled by numba without the interpreter lock, from the cache where it can be.
+
+    numba files a function under its source file and line and looks at no other file and at no constant that it has
+    captured. So each `name`, which must tell constants apart, and each state of all kernel sources has a directory of
+    its own. Where no directory can be written, it is compiled anew in every process.
+    """
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_dir() / "kernels" / _sources() / name)
+    try:
+        return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+    except RuntimeError:
+        return njit(nogil=True, error_model="numpy", **options)(function)
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def _sources() -> str:
+    """A digest of everything that a kernel may be made of."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted([*Path(__file__).parent.glob("*.py"), *Path(__file__).parent.parent.glob("attention/*.py")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
