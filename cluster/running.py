@@ -13,6 +13,8 @@ from workers.paths import cache_dir
 
 AUTH_MODE = "RAY_AUTH_MODE"
 """How Ray is told whether a cluster wants a token. Ray sets it for a cluster that it starts, but not for an address."""
+CLOCK_STEP_S = 60.0
+"""How far the start time of a process may seem to move when the machine's clock is corrected."""
 
 
 def _directory() -> Path:
@@ -43,11 +45,11 @@ def latest() -> str | None:
     for file in sorted(_directory().glob("[0-9]*"), key=_age):
         try:
             address, mode, born = file.read_text().split("\n")
-            if psutil.Process(int(file.name)).create_time() != float(born):
-                raise psutil.NoSuchProcess(int(file.name))
+            if abs(psutil.Process(int(file.name)).create_time() - float(born)) > CLOCK_STEP_S:
+                continue  # another process has this id now, or the clock was changed
         except psutil.NoSuchProcess:
             file.unlink(missing_ok=True)
-        except OSError:  # it has ended just now
+        except (OSError, ValueError, psutil.Error):  # it has ended just now, or another version wrote it
             continue
         else:
             if mode:

@@ -3,7 +3,7 @@
 Each step has a token budget. Running sequences that only need their next token come first; what is left goes to
 prompts, in chunks, in this order:
 
-1. every eighth prompt that is begun is the oldest one, whatever follows here, so that nobody waits for ever;
+1. every eighth chunk goes to the oldest prompt, whatever follows here, so that nobody waits for ever;
 2. by priority;
 3. the tenant that was served least;
 4. within a tenant, prompts that `max_overtaken` later ones of it have gone before, oldest first;
@@ -32,7 +32,7 @@ HOT, WARM = 0.75, 0.25
 WINDOW = 16
 """Queued prompts of a tenant that are looked up in the cache when the next one is chosen."""
 BY_AGE = 8
-"""Of so many prompts one is begun because it is the oldest."""
+"""Of so many chunks one goes to the oldest prompt."""
 MAX_PASSED = 8
 """Prompts that cannot begin in a step before the queue is left alone until the next."""
 
@@ -62,7 +62,8 @@ class Scheduler:
         self._limits = limits
         self._share = FairShare()
         self._arrivals = count(1)
-        self._begun = 0
+        self._chunks = 0
+        self._prompts: set[Sequence] = set()
         self._queues: dict[str, list[Sequence]] = {}
         self._heats: dict[Sequence, int] = {}
         self.running: list[Sequence] = []
@@ -74,13 +75,16 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that was here before gets its old place."""
-        self._arrive(sequence)
+        self._number(sequence)
         sequence.stage = Stage.WAITING
+        if sequence not in self._prompts:
+            self._prompts.add(sequence)
+            self._share.enter(sequence.request.tenant)
         insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_seniority)
 
     def join(self, sequence: Sequence) -> None:
         """Take in a sequence whose table is already filled."""
-        self._arrive(sequence)
+        self._number(sequence)
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
@@ -90,9 +94,7 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self._queues.get(sequence.request.tenant, ()):
             self._unqueue(sequence)
-        else:
-            return
-        self._share.leave(sequence.request.tenant)
+        self._computed(sequence)
 
     def schedule(self) -> tuple[list[Work], list[Sequence]]:
         """The work of the next step and the sequences admitted for it. No work means nothing can run now."""
@@ -103,24 +105,23 @@ class Scheduler:
         admitted: list[Sequence] = []
         started = [one for one in self.running if one.remaining > 1]
         passed: set[Sequence] = set()
-        admit = True
-        while budget > 0 and (sequence := self._next(started, passed, admit)) is not None:
+        while budget > 0 and (sequence := self._next(started, passed)) is not None:
             if sequence.stage is Stage.RUNNING:
                 started.remove(sequence)
             elif self._start(sequence, budget, works):
                 admitted.append(sequence)
-                self._begun += 1
                 self._note_overtaking(sequence, passed)
             else:
                 passed.add(sequence)
-                # Nobody is begun any more before one that has waited long enough.
-                admit = sequence.held_up < self._limits.max_overtaken and len(passed) < MAX_PASSED
                 continue
             work = Work(sequence, min(sequence.remaining, budget))
             works.append(work)
             budget -= work.count
+            self._chunks += 1
         for work in works:
             self._share.charge(work.sequence.request.tenant, work.count)
+            if work.count == work.sequence.remaining:
+                self._computed(work.sequence)
         return works, admitted
 
     def _decodes(self) -> list[Work]:
@@ -137,7 +138,7 @@ class Scheduler:
             victim = max((one for one in self.running if not one.hand_off), key=_seniority)
             self._cache.release(victim)
             self._cache.stats.preemptions += 1
-            self.remove(victim)
+            self.running.remove(victim)
             self.add(victim)
             if victim is sequence:
                 return False
@@ -145,14 +146,16 @@ class Scheduler:
 
     # --- whose prompt is next -----------------------------------------------------------------------------------
 
-    def _next(self, started: list[Sequence], passed: set[Sequence], admit: bool) -> Sequence | None:
-        """The first in line of the prompts that run and, if they may be admitted, of those in the queue."""
+    def _next(self, started: list[Sequence], passed: set[Sequence]) -> Sequence | None:
+        """The first in line of the prompts that run and of those in the queue. Nobody is begun any more before one that
+        could not begin and has let enough others go first."""
         prompts = [*started]
-        if admit and len(self.running) < self._limits.max_running:
+        held_up = any(one.held_up >= self._limits.max_overtaken for one in passed) or len(passed) >= MAX_PASSED
+        if not held_up and len(self.running) < self._limits.max_running:
             prompts += [one for one in chain.from_iterable(self._queues.values()) if one not in passed]
         if not prompts:
             return None
-        if self._begun % BY_AGE == BY_AGE - 1:
+        if self._chunks % BY_AGE == BY_AGE - 1:
             return min(prompts, key=lambda one: one.arrival)
         priority = max(one.request.priority for one in prompts)
         prompts = [one for one in prompts if one.request.priority == priority]
@@ -219,10 +222,15 @@ class Scheduler:
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _arrive(self, sequence: Sequence) -> None:
+    def _number(self, sequence: Sequence) -> None:
         if sequence.arrival == 0:
             sequence.arrival = next(self._arrivals)
-        self._share.arrive(sequence.request.tenant)
+
+    def _computed(self, sequence: Sequence) -> None:
+        """Nothing of a prompt is left to compute, so its tenant does not compete for it any more."""
+        if sequence in self._prompts:
+            self._prompts.remove(sequence)
+            self._share.leave(sequence.request.tenant)
 
     def _unqueue(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.request.tenant]

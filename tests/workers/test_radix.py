@@ -431,6 +431,14 @@ def test_an_answer_that_comes_block_by_block_is_one_node() -> None:
     assert radix.insert(b"", packed(*range(1, 31)), list(range(30)), node).node is not node
 
 
+def test_what_others_have_used_does_not_grow() -> None:
+    """Or a one-off end would be worth what its popular beginning is."""
+    radix = filled((packed(1), [0]))
+    node = use(radix, packed(1))
+    radix.pin(node)
+    assert radix.insert(b"", packed(1, 2), [0, 1], node).node is not node
+
+
 def test_time_that_passes_while_evicting_does_not_send_a_leaf_back_and_forth() -> None:
     clock = itertools.count()
     radix = RadixCache(BLOCK, Policy(), lambda: float(next(clock)))

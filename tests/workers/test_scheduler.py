@@ -376,6 +376,44 @@ def test_new_tenants_without_end_do_not_keep_an_old_one_or_each_other_waiting() 
     assert max(waits) <= 9 * backlog / 2
 
 
+def test_a_long_prompt_under_way_never_takes_whole_steps_for_long() -> None:
+    for urgent in (0, 1):
+        world = World(2000, step_tokens=16)
+        world.add(4000, 1, tenant="loud", priority=-urgent)
+        world.step()
+        for _ in range(40):
+            light, steps = world.add(16, 1, tenant="light"), 0
+            while light not in world.finished:
+                world.step()
+                steps += 1
+            assert steps <= 3
+
+
+def test_answers_under_way_do_not_slow_the_virtual_time() -> None:
+    """Tenants that only decode do not compete; who used what they left is not put behind newcomers for it."""
+    world = World(4000, step_tokens=64, max_running=64)
+    for number in range(20):
+        world.add(4, 700, tenant=f"talker-{number}")
+    world.step()
+    world.step()
+
+    def keep_busy(tenant: str) -> None:
+        if not any(one.request.tenant == tenant for one in world.queued()):
+            world.add(44, 1, tenant=tenant)
+
+    for _ in range(300):
+        keep_busy("old")
+        world.step()
+    got = {"old": 0, "new": 0}
+    for _ in range(200):
+        for tenant in got:
+            keep_busy(tenant)
+        for work in world.step():
+            if work.sequence.request.tenant in got:
+                got[work.sequence.request.tenant] += work.count
+    assert got["new"] - got["old"] <= CREDIT_TOKENS + 100
+
+
 def test_a_tenants_own_order_gives_it_nothing_over_others() -> None:
     world = World(2000, step_tokens=16, max_running=64)
     world.send([1] * 65, tenant="heavy")

@@ -127,10 +127,11 @@ class KVCache:
         """Give up a sequence's table: unpin what it shares, free the rest. Private blocks listed in `quarantine` are
         kept from reuse and returned; free them with `end_quarantine`."""
         kept = set(quarantine)
-        request = sequence.request
-        if sequence.node is not None and (request.priority > 0 or request.keep_s > 0):
-            self.radix.protect(sequence.node, request.priority, self._clock() + request.keep_s)
-        if self._keep_tail(sequence, kept):
+        priority, keep_s = max(0, sequence.request.priority), sequence.request.keep_s
+        keep_until = self._clock() + keep_s if keep_s else 0.0
+        if sequence.node is not None and (priority or keep_s):
+            self.radix.protect(sequence.node, priority, keep_until)
+        if self._keep_tail(sequence, kept, priority, keep_until):
             sequence.blocks.pop(sequence.shared_blocks)
         private = sequence.blocks[sequence.shared_blocks :]
         held = [block for block in private if block in kept]
@@ -142,7 +143,7 @@ class KVCache:
         sequence.node, sequence.blocks, sequence.shared_blocks, sequence.computed = None, [], 0, 0
         return held
 
-    def _keep_tail(self, sequence: Sequence, quarantine: set[int]) -> bool:
+    def _keep_tail(self, sequence: Sequence, quarantine: set[int], priority: int, keep_until: float) -> bool:
         """Cache the block that is computed in part, if there is one, so that it can be copied."""
         whole = sequence.shared_blocks * self.block_size
         if not self._copy or not self.reuse or not whole < sequence.computed < whole + self.block_size:
@@ -151,7 +152,7 @@ class KVCache:
         if block in quarantine:
             return False
         tokens = sequence.packed(sequence.computed)[whole * TOKEN_BYTES :]
-        superseded = self.radix.keep_tail(sequence.salt, sequence.node, tokens, block)
+        superseded = self.radix.keep_tail(sequence.salt, sequence.node, tokens, block, priority, keep_until)
         if superseded is None:
             return False
         self.pool.adopt([block])

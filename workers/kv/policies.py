@@ -89,6 +89,13 @@ class SLRU(Policy):
         del self._protected[oldest]
         return oldest
 
+    def renewed(self, entry: Entry, now: int) -> None:
+        """Keeps the protected ones in order of use."""
+        super().renewed(entry, now)
+        if entry in self._protected:
+            del self._protected[entry]
+            self._protected[entry] = None
+
     def removed(self, entry: Entry) -> None:
         """Leaves its segment."""
         self._entries -= 1

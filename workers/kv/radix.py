@@ -143,15 +143,15 @@ class RadixCache:
     def insert(self, salt: bytes, tokens: bytes, blocks: list[int], own: Node | None = None) -> Insertion:
         """Make `blocks` findable under packed `tokens` (whole blocks, `len(blocks)` of them). Where the tree already
         holds a prefix under other ids, its ids win and the caller's come back as duplicates. `own` is the node that the
-        caller has pinned: when nobody else needs it to end where it does, it grows instead of getting a child, so that
-        an answer, which comes block by block, does not become a chain of nodes."""
+        caller has pinned: if the caller alone has made and used it, it grows instead of getting a child, so that an
+        answer, which comes block by block, does not become a chain of nodes."""
         match = self.match(salt, tokens)
         known = len(match.blocks)
         duplicates = [mine for mine, theirs in zip(blocks, match.blocks, strict=False) if mine != theirs]
         adopted = blocks[known:]
         node = match.node
         superseded: list[int] = []
-        if adopted and node is own and node.pins == 1 and not node.children and node.parent is not None:
+        if adopted and node is own and (node.uses, node.pins) == (1, 1) and node.parent and not node.children:
             node.tokens += tokens[known * self._step :]
             node.blocks.extend(adopted)
             self.cached += len(adopted)
@@ -161,9 +161,12 @@ class RadixCache:
             superseded = self._supersede(match.partial, node)
         return Insertion(node, match.blocks + adopted, adopted, duplicates, superseded)
 
-    def keep_tail(self, salt: bytes, node: Node | None, tokens: bytes, block: int) -> list[int] | None:
+    def keep_tail(
+        self, salt: bytes, node: Node | None, tokens: bytes, block: int, priority: int = 0, keep_until: float = 0.0
+    ) -> list[int] | None:
         """Make a block that is not full findable behind `node` (None: at the beginning) for copying. Returns the ids
-        that the tree gives up for it, or None when the tree has all its tokens already."""
+        that the tree gives up for it, or None when the tree has all its tokens already. For `priority` and
+        `keep_until` see `protect`."""
         if node is None or node.parent is None:
             # A match that found nothing may have returned a root that never got into the tree.
             node = self._root(salt)
@@ -171,7 +174,7 @@ class RadixCache:
         if known is not None and known.tokens * TOKEN_BYTES == len(tokens):
             return None
         tail = self._grow(salt, node, tokens, [block])
-        tail.priority, tail.keep_until = node.priority, node.keep_until
+        tail.priority, tail.keep_until = priority, keep_until
         self._offer(tail)
         return self._supersede(known, tail)
 

@@ -1,7 +1,7 @@
 """The attention backend that runs everywhere: PyTorch operators over views of the pool.
 
-Rows see up to three disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade
-attention): context that several sequences of the batch share, which is read once for all of them; the sequence's own
+Rows see disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade attention):
+contexts that several sequences of the batch share, each of which is read once for all of them; the sequence's own
 context; and the chunk itself, causally. Own contexts of sequences that decode go through a compiled kernel where it is
 wanted and supports the pool. Layers with a window, a soft cap or unequal key and value sizes take a plain masked path.
 """
@@ -90,39 +90,40 @@ class TorchBackend:
         return span.start + 1 if span.count == 1 else span.start
 
     def _shared_tokens(self, spans: list[Span]) -> dict[int, int]:
-        """Fill `_shared`; returns how many tokens of each span are in there, by its first row."""
+        """Fill `_shared`: one context for each branch of the tree of the spans' tables that is long enough, at any
+        depth. Returns how many tokens of each span are in there, by its first row."""
+        size = self._block_size
         shared: dict[int, int] = {}
-        self._share_among([span for span in spans if self._context_end(span) >= self._block_size], 0, 0, shared)
+        # Spans whose tables agree up to block `depth`, and whose context is shared up to block `begin`.
+        open_groups = [(spans, 0, 0)]
+        while open_groups:
+            group, begin, depth = open_groups.pop()
+            branches: dict[int, list[Span]] = {}
+            for span in group:
+                if self._context_end(span) // size > depth:
+                    branches.setdefault(int(span.blocks[depth]), []).append(span)
+            for members in branches.values():
+                if len(members) < 2:
+                    continue
+                common, done = self._common_blocks(members, depth), begin
+                if (common - begin) * size >= SHARED_MIN_TOKENS:
+                    rows = as_index(np.concatenate([np.arange(one.row, one.row + one.count) for one in members]))
+                    slots = self._slots(members[0].blocks, begin * size, common * size)
+                    self._shared.append(_Context(rows, slots, first=False))
+                    shared.update({one.row: common * size for one in members})
+                    done = common
+                open_groups.append((members, done, common))
         return shared
 
-    def _share_among(self, spans: list[Span], begin: int, depth: int, shared: dict[int, int]) -> None:
-        """Spans whose tables agree up to block `depth` and whose context is shared up to block `begin`: one context for
-        each branch of the tree of their tables that is long enough, at any depth."""
-        branches: dict[int, list[Span]] = {}
-        for span in spans:
-            if self._context_end(span) // self._block_size > depth:
-                branches.setdefault(int(span.blocks[depth]), []).append(span)
-        for members in branches.values():
-            if len(members) < 2:
-                continue
-            common = self._common_blocks(members)
-            done = begin
-            if (common - begin) * self._block_size >= SHARED_MIN_TOKENS:
-                rows = as_index(np.concatenate([np.arange(span.row, span.row + span.count) for span in members]))
-                slots = self._slots(members[0].blocks, begin * self._block_size, common * self._block_size)
-                self._shared.append(_Context(rows, slots, first=False))
-                shared.update({span.row: common * self._block_size for span in members})
-                done = common
-            self._share_among(members, done, common, shared)
-
-    def _common_blocks(self, spans: list[Span]) -> int:
-        """Leading blocks that all tables have in common and that are whole context for all of them."""
+    def _common_blocks(self, spans: list[Span], known: int) -> int:
+        """Leading blocks that all tables have in common and that are whole context for all of them; the first `known`
+        are."""
         first = spans[0].blocks
         common = min(self._context_end(span) // self._block_size for span in spans)
         for span in spans[1:]:
-            differs = first[:common] != span.blocks[:common]
+            differs = first[known:common] != span.blocks[known:common]
             if differs.any():
-                common = int(differs.argmax())
+                common = known + int(differs.argmax())
         return common
 
     def _slots(self, blocks: np.ndarray, begin: int, end: int) -> slice | torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,14 +21,24 @@ def compiled(name: str, function: Callable[..., Any], **options: Any) -> Any:
     captured. So each `name`, which must tell constants apart, and each state of all kernel sources has a directory of
     its own. Where no directory can be written, it is compiled anew in every process.
     """
-    before = config.CACHE_DIR
-    config.CACHE_DIR = str(cache_dir() / "kernels" / _sources() / name)
+    if (directory := _writable(name)) is None:
+        return njit(nogil=True, error_model="numpy", **options)(function)
+    before, config.CACHE_DIR = config.CACHE_DIR, str(directory)
     try:
         return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
-    except RuntimeError:
-        return njit(nogil=True, error_model="numpy", **options)(function)
     finally:
         config.CACHE_DIR = before
+
+
+def _writable(name: str) -> Path | None:
+    """The directory of a kernel; None where it cannot be written, for numba would then choose another one."""
+    try:
+        directory = cache_dir() / "kernels" / _sources() / name
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except (OSError, RuntimeError):  # RuntimeError: there is no home directory
+        return None
 
 
 @cache

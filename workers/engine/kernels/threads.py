@@ -30,7 +30,9 @@ def _openmp() -> ctypes.CDLL | None:
     """The GNU OpenMP library that PyTorch uses, if it is the only one in this process or comes with PyTorch."""
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "libgomp" in line}
-    mine = [path for path in paths if Path(path).is_relative_to(Path(torch.__file__).parent.parent)] or list(paths)
+    installed = Path(torch.__file__).parent.parent
+    own = (installed / "torch", installed / "torch.libs")
+    mine = [path for path in paths if any(Path(path).is_relative_to(one) for one in own)] or list(paths)
     if len(mine) == 1:
         return ctypes.CDLL(mine[0])
     _log.warning("compiled kernels run on one thread: PyTorch's OpenMP was not found among %s", sorted(paths))
