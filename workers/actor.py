@@ -94,7 +94,7 @@ class Worker:
         config, transfer = self._config, self._transfer_config
         if threads is not None:
             torch.set_num_threads(threads)
-        self._engine = Engine(Model(self._model_path, config.dtype, config.device, config.compiled_linear), config)
+        self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
         memory = self._engine.memory

@@ -50,9 +50,6 @@ class WorkerConfig(BaseModel):
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")
-    compiled_linear: bool | None = Field(
-        None, description="compiled products for bfloat16 layers on CPUs; default: measured at the start"
-    )
     threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
 
     @field_validator("step_tokens")

@@ -64,7 +64,7 @@ def measure(config: ClusterConfig, shape: Shape, threads: int, both: bool = True
     check_architecture(path)
     torch.set_num_threads(threads)
     try:
-        model = Model(path, config.worker.dtype, config.worker.device, config.worker.compiled_linear)
+        model = Model(path, config.worker.dtype, config.worker.device)
         engine = _engine(model, config.worker, shape, shared=True)
         apart = _engine(model, config.worker, shape, shared=False) if both else None
     except (StartError, ModelUnsupported, ValueError) as error:

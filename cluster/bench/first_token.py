@@ -52,7 +52,7 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         cluster.start()
         worker = cluster.worker_config()
         torch.set_num_threads(worker.threads or torch.get_num_threads())
-        engine = EngineAlone(Engine(Model(model, worker.dtype, worker.device, worker.compiled_linear), worker))
+        engine = EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
         client = _Client(cluster.port, served_name(config.model.name), prompt)

@@ -98,11 +98,9 @@ class _Probe:
 
 
 class Model:
-    """Weights on a device. `layers` is the KV geometry, one entry a layer. `compiled_linear`: see `linear.pack`."""
+    """Weights on a device. `layers` is the KV geometry, one entry a layer."""
 
-    def __init__(
-        self, path: Path, dtype: str = "auto", device: str = "auto", compiled_linear: bool | None = None
-    ) -> None:
+    def __init__(self, path: Path, dtype: str = "auto", device: str = "auto") -> None:
         attention.register()
         transformers_logging.set_verbosity_error()
         transformers_logging.disable_progress_bar()
@@ -114,7 +112,7 @@ class Model:
             path, config=self.config, dtype=DTYPES[self.dtype], attn_implementation=attention.IMPLEMENTATION
         )
         self._module.to(self.device).eval()
-        pack(self._module, compiled_linear)
+        pack(self._module)
         self.eos = eos_tokens(path, self.config)
         self.vocab_size = int(self.config.get_text_config().vocab_size)
         self.identity = identity(path)
