@@ -275,12 +275,13 @@ def test_internal_fields_are_refused(http: httpx.Client, internal: str) -> None:
 )
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
 def test_bodies_that_are_no_request(http: httpx.Client, route: str, body: bytes) -> None:
-    error_of(http.post(route, content=body, headers={"Content-Type": "application/json"}))
+    error = error_of(http.post(route, content=body, headers={"Content-Type": "application/json"}))
+    assert error["type"] == "invalid_request_error"
 
 
 def test_a_body_over_the_limit_is_refused(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (17 << 20) + b'"}')
-    error_of(answer, 413)
+    assert "the body is larger than" in error_of(answer, 413)["message"]
 
 
 @pytest.mark.parametrize(

@@ -534,7 +534,7 @@ def test_a_gateway_that_hangs_for_a_while_gets_every_token(house: House) -> None
 
 
 def test_a_gateway_that_is_gone_stops_the_work_for_it(house: House) -> None:
-    async def scenario() -> None:
+    async def scenario() -> str:
         house.p._transfer_loop.transport.delay = lambda: 0.3
         request = house.request(3, b"gone", timeout_s=20)
 
@@ -542,11 +542,12 @@ def test_a_gateway_that_is_gone_stops_the_work_for_it(house: House) -> None:
             house.calls.die("g")
 
         house.once("reserve answered", die)
-        await house.p.generate(request, "d")
+        outcome = await house.p.generate(request, "d")
         await house.rest()
         house.calls.live("g", house.gateway)
+        return outcome.status
 
-    house.run(scenario(), limit_s=5)
+    assert house.run(scenario(), limit_s=5) == "aborted"
 
 
 def chaos(draw: random.Random) -> Rule:

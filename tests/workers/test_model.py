@@ -99,7 +99,8 @@ def test_attention_that_would_come_out_wrong_is_unsupported(
 
 def test_a_window_that_never_bites_is_fine(tmp_path: Path) -> None:
     window = {"num_local_experts": 4, "sliding_window": model_zoo.CONTEXT}
-    Model(save(tf.PhimoeConfig(**model_zoo.COMMON | window), tmp_path), "float32", "cpu")
+    model = Model(save(tf.PhimoeConfig(**model_zoo.COMMON | window), tmp_path), "float32", "cpu")
+    assert context_length(model.config) == model_zoo.CONTEXT
 
 
 # --- context ------------------------------------------------------------------------------------------------------

@@ -173,10 +173,7 @@ class RadixCache:
         known = self._partial(node, tokens)
         if known is not None and known.tokens * TOKEN_BYTES == len(tokens):
             return None
-        tail = self._grow(salt, node, tokens, [block])
-        tail.priority, tail.keep_until = priority, keep_until
-        self._offer(tail)
-        return self._supersede(known, tail)
+        return self._supersede(known, self._grow(salt, node, tokens, [block], priority, keep_until))
 
     def touch(self, node: Node) -> None:
         """A request uses the prefix that ends with a node."""
@@ -284,10 +281,13 @@ class RadixCache:
 
     # --- the tree -----------------------------------------------------------------------------------------------
 
-    def _grow(self, salt: bytes, parent: Node, tokens: bytes, blocks: list[int]) -> Node:
+    def _grow(
+        self, salt: bytes, parent: Node, tokens: bytes, blocks: list[int], priority: int = 0, keep_until: float = 0.0
+    ) -> Node:
         if parent.parent is None:
             self._roots[salt] = parent
         node = Node(parent, tokens, array("i", blocks))
+        node.priority, node.keep_until = priority, keep_until
         self._use(node)
         node.created = node.last_use
         self._adopt(parent, node)
