@@ -16,14 +16,15 @@ import torch
 from workers.engine.attention import AttentionOptions
 from workers.engine.attention.decode_kernel import DecodeKernel, Rows
 from workers.engine.batch import Batch, Span, as_index
+from workers.engine.linear import float32_is_faster
 from workers.kv.memory import KVMemory
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 SHARED_MIN_TOKENS = 64
 """A shared context shorter than this is not worth a merge."""
 WIDEN_MIN_ROWS = 64
-"""From this many rows on, attention in half precision is computed in float32 where the CPU has no matrix tiles:
-multiplying is what costs then, and float32 is faster at it (1.6 times, measured at 600 rows) as well as more exact."""
+"""From this many rows on, attention in half precision is computed in float32 where the CPU is faster at it (1.6 times,
+measured at 600 rows of one without matrix tiles): multiplying is what costs then. It is more exact, too."""
 DENSE_SCORES = 1 << 24
 """Elements of a score matrix that the masked path holds at a time."""
 
@@ -205,7 +206,7 @@ def _widened(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same in float32, where that is faster; see WIDEN_MIN_ROWS."""
-    if len(query) < WIDEN_MIN_ROWS or torch.cpu._is_amx_tile_supported():
+    if len(query) < WIDEN_MIN_ROWS or not float32_is_faster():
         return query, keys, values
     return query.float(), keys.float(), values.float()
 
