@@ -187,62 +187,6 @@ def test_seeded_sampling_is_the_same_everywhere(tiny: Model) -> None:
     assert all(a != b for a, b in zip(answers(cold, other), expected, strict=True))
 
 
-# --- reuse --------------------------------------------------------------------------------------------------------
-
-
-def cached_tokens(one: Engine, each: Request) -> int:
-    """What a request says it found."""
-    one.add(each)
-    deltas: list[Delta] = []
-    finish(one, [each.request_id], deltas)
-    (found,) = {delta.cached_tokens for delta in deltas}
-    return found
-
-
-@pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 5 * BLOCK])
-def test_a_prompt_again_is_found_but_for_its_last_token(tiny: Model, length: int) -> None:
-    one = engine(tiny)
-    assert cached_tokens(one, request(range(length))) == 0
-    assert cached_tokens(one, request(range(length))) == length - 1
-
-
-def test_prompts_that_differ_in_one_token_share_what_comes_before_it(tiny: Model) -> None:
-    one = engine(tiny)
-    prompt = list(range(64))
-    cached_tokens(one, request(prompt, 1))
-    for position in range(64):
-        other = list(prompt)
-        other[position] += 256
-        assert cached_tokens(one, request(other, 1)) == position
-
-
-def test_generated_tokens_are_reusable(tiny: Model) -> None:
-    one = engine(tiny)
-    prompt = list(range(100))
-    (answer,) = answers(one, [request(prompt, 50)])
-    follow_up = prompt + answer + [3] * 20
-    assert cached_tokens(one, request(follow_up)) == 149
-
-
-def test_salts_share_nothing(tiny: Model) -> None:
-    one = engine(tiny)
-    assert cached_tokens(one, request(range(50), salt=b"a")) == 0
-    assert cached_tokens(one, request(range(50), salt=b"b")) == 0
-    assert cached_tokens(one, request(range(50), salt=b"a")) == 49
-
-
-def test_a_shared_beginning_is_read_once_and_changes_nothing(tiny: Model) -> None:
-    """Sequences that share a long context, some of it only in part, in one batch; also while prompts are computed."""
-    draw = random.Random(2)
-    system = [draw.randrange(512) for _ in range(200)]
-    prompts = [system[:cut] + [draw.randrange(512) for _ in range(tail)] for cut in (80, 200) for tail in (1, 9, 40)]
-    alone = [answers(engine(tiny), [request(prompt, 12)])[0] for prompt in prompts]
-    one = engine(tiny, step_tokens=64)
-    answers(one, [request(system, 1)])
-    for _ in range(2):
-        assert answers(one, [request(prompt, 12) for prompt in prompts]) == alone
-
-
 # --- ends and errors ----------------------------------------------------------------------------------------------
 
 
