@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -138,11 +138,10 @@ async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], out
     wanted |= {"user": target.user} if target.user else {}
     lines: list[str] = []
     async with client.stream("POST", "/v1/completions", json=wanted) as answer:
-        async for line in answer.aiter_lines():
-            if line and not first:
+        async for line in _lines(answer):
+            if not first:
                 first = time.perf_counter() - start
-            if line:
-                lines.append(line)
+            lines.append(line)
     total = time.perf_counter() - start
     if answer.status_code != 200 or not lines or lines[-1] != "data: [DONE]":
         raise LoadError(f"{answer.status_code}: {lines[-1][:300] if lines else 'an empty answer'}")
@@ -153,3 +152,16 @@ async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], out
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     tokens = tuple(token for event in events for one in event["choices"] for token in one.get("token_ids", ()))
     return Timing(first, total, usage["prompt_tokens"], cached, usage["completion_tokens"], tokens)
+
+
+async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
+    """The lines of an event stream that are not empty. httpx's own would also end a line at the other separators that
+    Unicode knows, which may stand in a text."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *whole, rest = (rest + data).split(b"\n")
+        for line in whole:
+            if line.strip():
+                yield line.decode().strip()
+    if rest.strip():
+        yield rest.decode().strip()

@@ -15,8 +15,8 @@ from router.gateway.service import Job, Piece
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    """One server-sent event, in ASCII: some clients end lines at separators of Unicode, which a text may contain."""
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 
 
 class Answer(ABC):

@@ -15,6 +15,10 @@ FIRST_ANSWER = 1000
 """The first token of every answer; the others count on."""
 
 
+SEPARATORS = "a\u2028b\x85c"
+"""Every token's text: Unicode ends lines here, an event stream does not."""
+
+
 class FakeCompletions(ThreadingHTTPServer):
     """Keeps the prompts that it was sent. `short` answers lack a token; `error` is an answer's body instead."""
 
@@ -64,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _events(wanted: dict[str, Any], count: int) -> Iterator[bytes]:
     for token in range(FIRST_ANSWER, FIRST_ANSWER + count):
-        yield _event({"choices": [{"index": 0, "text": "x", "token_ids": [token]}]})
+        yield _event({"choices": [{"index": 0, "text": SEPARATORS, "token_ids": [token]}]})
     prompt = len(wanted["prompt"])
     usage = {
         "prompt_tokens": prompt,
@@ -76,7 +80,7 @@ def _events(wanted: dict[str, Any], count: int) -> Iterator[bytes]:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data)}\n\n".encode()
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 @contextmanager
