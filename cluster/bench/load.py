@@ -155,13 +155,13 @@ async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], out
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
-    """The lines of an event stream that are not empty. httpx's own would also end a line at the other separators that
-    Unicode knows, which may stand in a text."""
+    """The lines of an event stream but empty ones and comments, which servers send to keep a connection open. httpx's
+    own iterator would also end a line at the other separators that Unicode knows, which may stand in a text."""
     rest = b""
     async for data in answer.aiter_bytes():
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
-            if line.strip():
+            if line.strip() and not line.startswith(b":"):
                 yield line.decode().strip()
     if rest.strip():
         yield rest.decode().strip()

@@ -67,6 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _events(wanted: dict[str, Any], count: int) -> Iterator[bytes]:
+    yield b":\n\n: a comment\n\n"
     for token in range(FIRST_ANSWER, FIRST_ANSWER + count):
         yield _event({"choices": [{"index": 0, "text": SEPARATORS, "token_ids": [token]}]})
     prompt = len(wanted["prompt"])
