@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from transfer.messages import SamplingParams
 from workers.engine.sampler import _draw, sample, uniform
@@ -98,8 +100,8 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     row = torch.full((1, VOCABULARY), -torch.inf)
     row[0, 7], row[0, 3] = 1.0, 1.0
     assert set(draws(row, 300)) == {3, 7}
-    assert _draw(row[0], SamplingParams(1), 0.0) == 3
-    assert _draw(row[0], SamplingParams(1), 1.0) == 7  # rounding can bring a number just below one up to it
+    # Rounding can bring a number just below one up to it.
+    assert _draw(row.expand(2, -1), [SamplingParams(1)] * 2, [0.0, 1.0]).tolist() == [3, 7]
 
 
 def test_a_row_does_not_depend_on_the_batch_around_it() -> None:
@@ -124,6 +126,55 @@ def test_noise_between_near_equal_tokens_does_not_move_the_result() -> None:
     noise = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(9)) * 1e-6
     same = sum(a == b for a, b in zip(draws(row, 1000), draws(row + noise, 1000), strict=True))
     assert same >= 998
+
+
+def one_row(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
+    """What `sample` does for one row, as plainly as can be."""
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scaled = (logits - logits.max()).double() / params.temperature
+    if 0 < params.top_k < len(scaled):
+        scaled[scaled < scaled.sort(descending=True).values[params.top_k - 1]] = -torch.inf
+    weights = torch.softmax(scaled, dim=-1)
+    if params.top_p < 1.0:
+        ordered, index = torch.sort(weights, descending=True, stable=True)
+        weights[index[torch.cumsum(ordered, dim=-1) - ordered >= params.top_p]] = 0.0
+    cumulative = torch.cumsum(weights, dim=-1)
+    above = (cumulative > number * float(cumulative[-1])).nonzero()
+    return int(above[0]) if len(above) else int(weights.nonzero()[-1])
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    st.just(1),
+    temperature=st.one_of(st.just(0.0), st.floats(1e-3, 3.0)),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
+    top_k=st.one_of(st.just(0), st.integers(0, 400)),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@given(
+    params=st.lists(PARAMS, min_size=1, max_size=8),
+    vocabulary=st.integers(1, 300),
+    scale=st.sampled_from([0.01, 1.0, 20.0]),
+    rounded=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=200, deadline=None)
+def test_rows_together_are_rows_alone_to_the_last_bit(
+    params: list[SamplingParams], vocabulary: int, scale: float, rounded: bool, seed: int
+) -> None:
+    rows = torch.randn(len(params), vocabulary, generator=torch.Generator().manual_seed(seed)) * scale
+    if rounded:  # equal logits, as half precision makes them
+        rows = rows.to(torch.bfloat16).float()
+    expected = [one_row(row, one, uniform(one.seed, 7)) for row, one in zip(rows, params, strict=True)]
+    assert sample(rows, params, [7] * len(params)) == expected
+
+
+def test_greedy_rows_alone_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.engine.sampler._draw", None)
+    assert sample(logits(rows=3), [SamplingParams(1, temperature=0)] * 3, [0] * 3) == logits(rows=3).argmax(-1).tolist()
 
 
 def test_nothing_to_sample() -> None:

@@ -3,6 +3,8 @@
 The random number for a token comes from Philox, a counter-based generator (Salmon et al., 2011), keyed by the request's
 seed and counted by the token's absolute position. There is no state, so a sequence that is resumed elsewhere, batched
 differently or split between workers draws the same numbers.
+
+All rows are sampled at once where the logits are, and the host waits for the device once, for the ids.
 """
 
 from __future__ import annotations
@@ -25,30 +27,54 @@ def uniform(seed: int, position: int) -> float:
 
 def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items[int]) -> list[int]:
     """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand."""
-    greedy = torch.argmax(logits, dim=-1).tolist()
-    return [
-        greedy[row] if one.temperature == 0 else _draw(logits[row], one, uniform(one.seed, position))
-        for row, (one, position) in enumerate(zip(params, positions, strict=True))
-    ]
+    chosen = torch.argmax(logits, dim=-1)
+    drawn = [row for row, one in enumerate(params) if one.temperature != 0]
+    if drawn:
+        numbers = [uniform(params[row].seed, positions[row]) for row in drawn]
+        rows = _on(logits, drawn)
+        chosen[rows] = _draw(logits[rows], [params[row] for row in drawn], numbers)
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
-def _draw(logits: torch.Tensor, params: SamplingParams, number: float) -> int:
+def _draw(logits: torch.Tensor, params: Items[SamplingParams], numbers: Items[float]) -> torch.Tensor:
     """Inverse-transform sampling over the tokens that `top_k` and `top_p` leave, in vocabulary order: reordering by
-    probability would let rounding noise between near-equal tokens move the result."""
+    probability would let rounding noise between near-equal tokens move the result. `[n, vocab]` → `[n]`."""
+    temperatures = _on(logits, [one.temperature for one in params])[:, None]
     # The largest logit is taken off before dividing, so that a tiny temperature stays finite.
-    scaled = (logits - logits.max()).double() / params.temperature
-    if 0 < params.top_k < len(scaled):
-        threshold = torch.topk(scaled, params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
+    scaled = (logits - logits.amax(dim=-1, keepdim=True)).double() / temperatures
+    vocabulary = logits.shape[-1]
+    if limited := [row for row, one in enumerate(params) if 0 < one.top_k < vocabulary]:
+        rows = _on(logits, limited)
+        scaled[rows] = _keep_top_k(scaled[rows], [params[row].top_k for row in limited])
     weights = torch.softmax(scaled, dim=-1)
-    if params.top_p < 1.0:
-        ordered, index = torch.sort(weights, descending=True, stable=True)
-        before = torch.cumsum(ordered, dim=-1) - ordered
-        weights[index[before >= params.top_p]] = 0.0
+    if limited := [row for row, one in enumerate(params) if one.top_p < 1.0]:
+        rows = _on(logits, limited)
+        weights[rows] = _keep_top_p(weights[rows], [params[row].top_p for row in limited])
     cumulative = torch.cumsum(weights, dim=-1)
-    target = number * float(cumulative[-1])
-    chosen = int(torch.searchsorted(cumulative, torch.tensor(target, dtype=torch.float64), right=True))
-    if chosen >= len(weights):
-        # Rounding at the very top: the last token that has any weight.
-        chosen = int(torch.nonzero(weights)[-1])
-    return chosen
+    targets = _on(logits, numbers)[:, None] * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    # Rounding at the very top can bring a target up to the sum: then the last token that has any weight.
+    last = (torch.arange(vocabulary, device=logits.device) * (weights != 0)).amax(dim=-1)
+    return torch.minimum(chosen, last)
+
+
+def _keep_top_k(scaled: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """Minus infinity for all that is below row i's `counts[i]`-th largest."""
+    best = torch.topk(scaled, max(counts)).values
+    thresholds = best.gather(-1, _on(scaled, counts)[:, None] - 1)
+    return scaled.masked_fill(scaled < thresholds, -torch.inf)
+
+
+def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> torch.Tensor:
+    """Zero for all before which, from the largest on, row i's `shares[i]` is reached."""
+    ordered, index = torch.sort(weights, dim=-1, descending=True, stable=True)
+    before = torch.cumsum(ordered, dim=-1) - ordered
+    beyond = before >= _on(weights, shares)[:, None]
+    return weights.masked_fill(torch.empty_like(beyond).scatter_(-1, index, beyond), 0.0)
+
+
+def _on(like: torch.Tensor, values: Items[int] | Items[float]) -> torch.Tensor:
+    """Numbers of the host as int64 or float64 on the device of `like`, without waiting for it."""
+    array = np.asarray(values)
+    return torch.from_numpy(array).to(like.device, non_blocking=True)
