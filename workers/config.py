@@ -24,6 +24,10 @@ def parse_bytes(value: int | str) -> int:
         raise ValueError(f"{value!r} is not a size; write for example 1GiB or 512MiB") from None
 
 
+class StartError(Exception):
+    """The configuration cannot work on this model or machine; the message names the setting to change."""
+
+
 class WorkerConfig(BaseModel):
     """Settings of one worker; the same for every worker of a cluster."""
 
@@ -47,6 +51,9 @@ class WorkerConfig(BaseModel):
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
     eviction: Literal["lru", "lru-k", "lfu", "slru", "fifo"] = Field(
         "lru", description="which cached prefix goes first"
+    )
+    attention: Literal["auto", "torch", "flashinfer"] = Field(
+        "auto", description="auto is FlashInfer on CUDA and PyTorch elsewhere"
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")

@@ -14,9 +14,9 @@ from cluster.bench.workload import Words
 from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.models import check_architecture, resolve, served_name
-from workers.config import WorkerConfig
+from workers.config import StartError, WorkerConfig
 from workers.engine.attention import ModelUnsupported
-from workers.engine.engine import Engine, StartError
+from workers.engine.engine import Engine
 from workers.engine.model import Model
 
 MIN_SHARED_SPEEDUP = 1.8

@@ -12,8 +12,8 @@ import transformers as tf
 from tests import model_zoo
 from tests.workers.drive import answers, engine, request
 from transfer.layout import LayerGeometry
-from workers.config import WorkerConfig, parse_bytes
-from workers.engine.engine import StartError, plan_memory
+from workers.config import StartError, WorkerConfig, parse_bytes
+from workers.engine.engine import plan_memory
 from workers.engine.model import (
     Model,
     ModelUnsupported,

@@ -50,11 +50,10 @@ def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
         if stop == sequence.length:
             rows.append(row - 1)
 
-    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-
-    logit_rows = torch.tensor(rows, dtype=torch.int64, device=device)
-    return Batch(tensor(ids)[None], tensor(positions)[None], tensor(slots), spans, logit_rows)
+    # One copy to the device for all of them.
+    packed = np.concatenate([*ids, *positions, *slots, rows]).astype(np.int64)
+    parts = torch.from_numpy(packed).to(device, non_blocking=True).split([row, row, row, len(rows)])
+    return Batch(parts[0][None], parts[1][None], parts[2], spans, parts[3])
 
 
 def as_index(rows: np.ndarray) -> slice | torch.Tensor:

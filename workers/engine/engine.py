@@ -13,19 +13,17 @@ from dataclasses import dataclass, field
 from transfer.channel import Chunk, Ending
 from transfer.layout import KVLayout
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
-from workers.config import WorkerConfig
-from workers.engine.attention.torch_backend import TorchBackend
+from workers.config import StartError, WorkerConfig
+from workers.engine.attention.choice import choose
+from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.batch import build
+from workers.engine.graphs import DecodeGraphs
 from workers.engine.model import Model, context_length
 from workers.engine.sampler import sample
 from workers.kv.cache import KVCache
 from workers.kv.memory import KVMemory
 from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
-
-
-class StartError(Exception):
-    """The configuration cannot work on this model; the message names the setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +62,21 @@ class StepResult:
     deltas: list[Delta] = field(default_factory=list)
 
 
+def spare_blocks(model: Model) -> int:
+    """Blocks at the end of the pool that no sequence can own: on CUDA one, for rows that only fill up a batch."""
+    return 1 if model.device.type == "cuda" else 0
+
+
 def plan_memory(model: Model, config: WorkerConfig) -> tuple[KVLayout, int]:
-    """The pool's layout and the longest sequence, in tokens. Raises StartError when they do not fit together."""
+    """The pool's layout, spare blocks included, and the longest sequence, in tokens. Raises StartError when they do not
+    fit together."""
     limit = context_length(model.config)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise StartError(f"max_model_len: {config.max_model_len} is more than the model's context of {limit} tokens")
     length = config.max_model_len or limit
     layout = KVLayout(model.identity, model.dtype, config.block_size, model.layers, num_blocks=1)
     blocks = config.kv_memory // layout.block_bytes
-    needed = -(-length // config.block_size)
+    needed = -(-length // config.block_size) + spare_blocks(model)
     if blocks < needed:
         raise StartError(
             f"kv_memory: {config.kv_memory} bytes hold {blocks} blocks, but one request of the maximum length "
@@ -89,10 +93,13 @@ class Engine:
         layout, self.max_model_len = plan_memory(model, config)
         self.model = model
         self.memory = KVMemory(layout, model.device)
-        self.cache = KVCache(
-            layout.num_blocks, config.block_size, config.prefix_cache, config.eviction, self.memory.copy_tokens
-        )
-        self._backend = TorchBackend(self.memory, config.compiled_attention, config.shared_attention)
+        blocks = layout.num_blocks - spare_blocks(model)
+        self.cache = KVCache(blocks, config.block_size, config.prefix_cache, config.eviction, self.memory.copy_tokens)
+        self._backend = choose(config, self.memory, model.attention)
+        self._graphs: DecodeGraphs | None = None
+        if isinstance(self._backend, FlashInferBackend):
+            longest = -(-self.max_model_len // config.block_size)
+            self._graphs = DecodeGraphs(model, self._backend, config.max_running, longest)
         limits = Limits(config.step_tokens, config.max_running, config.max_overtaken)
         self._scheduler = Scheduler(self.cache, limits)
         self._max_waiting = config.max_waiting
@@ -180,9 +187,13 @@ class Engine:
         if not works:
             return result
         batch = build(works, self.cache.block_size, self.model.device)
-        logits = self.model.forward(batch, self._backend)
+        logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, self._backend)
         ready = [work.sequence for work in works if work.sequence.computed + work.count == work.sequence.length]
+        # This waits for the device, once a step: before the next one is planned into the same buffers, and before
+        # blocks are offered to a peer.
         tokens = sample(logits, [one.request.sampling for one in ready], [one.length for one in ready])
+        if not tokens:
+            self.model.synchronize()
         for work in works:
             self._progress(work)
         for sequence, token in zip(ready, tokens, strict=True):
@@ -200,7 +211,9 @@ class Engine:
         return ids
 
     def warm_up(self) -> None:
-        """Run one small request through prompt and decode, and forget it."""
+        """Record graphs where they are used, run one small request through prompt and decode, and forget it."""
+        if self._graphs is not None:
+            self._graphs.capture()
         prompt = max(1, min(self.cache.block_size + 1, self.max_model_len - 2))
         sampling = SamplingParams(min(2, self.max_model_len - prompt), temperature=0, ignore_eos=True)
         self.add(Request("warm-up", pack_tokens([0] * prompt), sampling, "", 0.0))

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from transfer.layout import LayerGeometry
 from workers.engine import attention
-from workers.engine.attention import AttentionOptions, Backend, ModelUnsupported
+from workers.engine.attention import AttentionOptions, Backend, LayerAttention, ModelUnsupported
 from workers.engine.batch import Batch
 from workers.engine.linear import pack
 from workers.kv.memory import DTYPES
@@ -78,10 +78,9 @@ def context_length(config: PreTrainedConfig) -> int:
 
 @dataclass(slots=True)
 class _Probe:
-    """Backend that records each layer's geometry and the windows instead of attending."""
+    """Backend that records how each layer attends instead of attending."""
 
-    layers: dict[int, LayerGeometry] = field(default_factory=dict)
-    windows: set[int | None] = field(default_factory=set)
+    layers: dict[int, LayerAttention] = field(default_factory=dict)
 
     def prepare(self, batch: Batch) -> None:
         """Nothing to prepare."""
@@ -92,13 +91,13 @@ class _Probe:
         """Record shapes; the result has the right shape and no meaning."""
         if layer in self.layers:
             raise ModelUnsupported(f"layer {layer} attends twice in one pass")
-        self.layers[layer] = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
-        self.windows.add(options.window)
+        geometry = LayerGeometry(key.shape[1], key.shape[2], value.shape[2])
+        self.layers[layer] = LayerAttention(query.shape[1], geometry, options)
         return query.new_zeros((*query.shape[:2], value.shape[2]))
 
 
 class Model:
-    """Weights on a device. `layers` is the KV geometry, one entry a layer."""
+    """Weights on a device. `attention` says how each layer attends, and `layers` is the KV geometry of that."""
 
     def __init__(self, path: Path, dtype: str = "auto", device: str = "auto") -> None:
         attention.register()
@@ -116,12 +115,22 @@ class Model:
         self.eos = eos_tokens(path, self.config)
         self.vocab_size = int(self.config.get_text_config().vocab_size)
         self.identity = identity(path)
-        self.layers = self._probe()
+        self.attention = self._probe()
+        self.layers = tuple(one.geometry for one in self.attention)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, backend: Backend) -> torch.Tensor:
         """Run a packed batch; logits `[len(batch.logit_rows), vocab]`, float32."""
         backend.prepare(batch)
+        return self.compute(batch, backend)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything that it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, backend: Backend) -> torch.Tensor:
+        """`forward` for a batch that the backend is prepared for."""
         with attention.using(backend):
             output = self._module(
                 input_ids=batch.input_ids,
@@ -132,7 +141,7 @@ class Model:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _probe(self) -> tuple[LayerGeometry, ...]:
+    def _probe(self) -> tuple[LayerAttention, ...]:
         probe = _Probe()
         one = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
         batch = Batch(one, one, one[0], [], one[0])
@@ -146,7 +155,8 @@ class Model:
                 f"{self.config.model_type}: {len(probe.layers)} of {expected} layers use the attention interface"
             )
         # Some models put a window into the mask and do not tell the attention function.
-        untold = {window for window in attention.mask_windows() - probe.windows if window > 0}
+        told = {one.options.window for one in probe.layers.values()}
+        untold = {window for window in attention.mask_windows() - told if window > 0}
         if any(window < context_length(self.config) for window in untold):
             raise ModelUnsupported(f"{self.config.model_type}: attention is limited to {min(untold)} tokens by a mask")
         return tuple(probe.layers[index] for index in range(expected))

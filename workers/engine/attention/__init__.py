@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from transfer.layout import LayerGeometry
 from workers.engine.batch import Batch
 
 IMPLEMENTATION = "headwater"
@@ -47,6 +48,15 @@ class AttentionOptions:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """How a layer attends: `heads` query heads over keys and values of a geometry."""
+
+    heads: int
+    geometry: LayerGeometry
+    options: AttentionOptions
 
 
 _current = threading.local()

@@ -15,13 +15,12 @@ import torch
 
 from workers.engine.attention import AttentionOptions
 from workers.engine.attention.decode_kernel import DecodeKernel, Rows
+from workers.engine.attention.sharing import shared_blocks, shared_contexts
 from workers.engine.batch import Batch, Span, as_index
 from workers.engine.linear import float32_is_faster
 from workers.kv.memory import KVMemory
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-SHARED_MIN_TOKENS = 64
-"""A shared context shorter than this is not worth a merge."""
 WIDEN_MIN_ROWS = 64
 """From this many rows on, attention in half precision is computed in float32 where the CPU is faster at it (1.6 times,
 measured at 600 rows of one without matrix tiles): multiplying is what costs then. It is more exact, too."""
@@ -91,41 +90,13 @@ class TorchBackend:
         return span.start + 1 if span.count == 1 else span.start
 
     def _shared_tokens(self, spans: list[Span]) -> dict[int, int]:
-        """Fill `_shared`: one context for each branch of the tree of the spans' tables that is long enough, at any
-        depth. Returns how many tokens of each span are in there, by its first row."""
+        """Fill `_shared`. Returns how many tokens of each span are in there, by its first row."""
         size = self._block_size
-        shared: dict[int, int] = {}
-        # Spans whose tables agree up to block `depth`, and whose context is shared up to block `begin`.
-        open_groups = [(spans, 0, 0)]
-        while open_groups:
-            group, begin, depth = open_groups.pop()
-            branches: dict[int, list[Span]] = {}
-            for span in group:
-                if self._context_end(span) // size > depth:
-                    branches.setdefault(int(span.blocks[depth]), []).append(span)
-            for members in branches.values():
-                if len(members) < 2:
-                    continue
-                common, done = self._common_blocks(members, depth), begin
-                if (common - begin) * size >= SHARED_MIN_TOKENS:
-                    rows = as_index(np.concatenate([np.arange(one.row, one.row + one.count) for one in members]))
-                    slots = self._slots(members[0].blocks, begin * size, common * size)
-                    self._shared.append(_Context(rows, slots, first=False))
-                    shared.update({one.row: common * size for one in members})
-                    done = common
-                open_groups.append((members, done, common))
-        return shared
-
-    def _common_blocks(self, spans: list[Span], known: int) -> int:
-        """Leading blocks that all tables have in common and that are whole context for all of them; the first `known`
-        are."""
-        first = spans[0].blocks
-        common = min(self._context_end(span) // self._block_size for span in spans)
-        for span in spans[1:]:
-            differs = first[known:common] != span.blocks[known:common]
-            if differs.any():
-                common = known + int(differs.argmax())
-        return common
+        contexts = shared_contexts(spans, size)
+        for one in contexts:
+            slots = self._slots(one.spans[0].blocks, one.begin * size, one.end * size)
+            self._shared.append(_Context(as_index(one.rows), slots, first=False))
+        return {row: blocks * size for row, blocks in shared_blocks(contexts).items()}
 
     def _slots(self, blocks: np.ndarray, begin: int, end: int) -> slice | torch.Tensor:
         """Slots of a sequence's tokens `[begin, end)`; `begin` is at a block's start."""

@@ -1,0 +1,48 @@
+"""Which attention backend a worker runs: decided once, at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+
+from workers.config import StartError, WorkerConfig
+from workers.engine.attention import Backend, LayerAttention
+from workers.engine.attention.flashinfer_backend import FlashInferBackend, unsupported
+from workers.engine.attention.torch_backend import TorchBackend
+from workers.engine.batch import Batch, Span
+from workers.kv.memory import KVMemory
+
+_INSTEAD = "; set worker.attention to torch for the plain path, which is slow on a GPU"
+
+
+def choose(config: WorkerConfig, memory: KVMemory, layers: Sequence[LayerAttention]) -> Backend:
+    """FlashInfer on CUDA and PyTorch elsewhere, unless `worker.attention` says otherwise. Raises StartError."""
+    wanted = config.attention
+    if wanted == "auto":
+        wanted = "flashinfer" if memory.flat.is_cuda else "torch"
+    if wanted == "torch":
+        return TorchBackend(memory, config.compiled_attention, config.shared_attention)
+    if not memory.flat.is_cuda:
+        raise StartError(
+            "attention: flashinfer runs on CUDA only; set worker.attention to auto or worker.device to cuda"
+        )
+    return _flashinfer(memory, layers, config.shared_attention)
+
+
+def _flashinfer(memory: KVMemory, layers: Sequence[LayerAttention], shared: bool) -> FlashInferBackend:
+    if find_spec("flashinfer") is None:
+        raise StartError(f"attention: FlashInfer is not installed: pip install 'headwater[cuda]'{_INSTEAD}")
+    if (reason := unsupported(layers, memory.layout.dtype)) is not None:
+        raise StartError(f"attention: FlashInfer cannot serve this model: {reason}{_INSTEAD}")
+    try:
+        backend = FlashInferBackend(memory, layers, shared)
+        # A plan loads the kernels, for which FlashInfer may have to compile them first.
+        one = torch.zeros((1, 1), dtype=torch.int64, device=memory.flat.device)
+        spare = np.array([memory.layout.num_blocks - 1])
+        backend.prepare(Batch(one, one, one[0], [Span(0, 1, 0, spare)], one[0]))
+    except Exception as error:  # a compiler that is missing, a driver that is too old, a device that it does not know
+        raise StartError(f"attention: FlashInfer does not work here: {error}{_INSTEAD}") from error
+    return backend
