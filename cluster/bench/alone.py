@@ -13,7 +13,7 @@ SETTLE_STEPS = 2
 
 
 class EngineAlone:
-    """Times steps of an engine. One measurement at a time."""
+    """Times steps of an engine, each of which ends when its tokens are on the host. One measurement at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

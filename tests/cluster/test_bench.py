@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cluster.bench.alone import EngineAlone
@@ -317,6 +318,12 @@ def test_sizes_that_do_not_fit_are_one_line(invoke: Invoke, monkeypatch: pytest.
     monkeypatch.setenv("HEADWATER__WORKER__KV_MEMORY", "64KiB")
     with pytest.raises(UserError, match=r"kv_memory: .*needs \d+ blocks"):
         invoke("engine", "--context", 128)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_one_line(invoke: Invoke) -> None:
+    with pytest.raises(UserError, match=r"^device: cuda was asked for, but torch sees no CUDA device$"):
+        invoke("engine", "--device", "cuda")
 
 
 COMPARISONS: dict[str, list[object]] = {
