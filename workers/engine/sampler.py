@@ -4,7 +4,7 @@ The random number for a token comes from Philox, a counter-based generator (Salm
 seed and counted by the token's absolute position. There is no state, so a sequence that is resumed elsewhere, batched
 differently or split between workers draws the same numbers.
 
-All rows are sampled at once where the logits are, and the host waits for the device once, for the ids.
+Rows are sampled where the logits are, on a GPU all at once, and the host waits for it once, for the ids.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from transfer.messages import SamplingParams
 
 _MASK = 2**64 - 1
+ROWS_ON_CPU = 1
+"""Rows that a CPU samples at once: one of them stays in its cache, which makes 16 rows about twice as fast."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -29,10 +31,12 @@ def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items
     """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand."""
     chosen = torch.argmax(logits, dim=-1)
     drawn = [row for row, one in enumerate(params) if one.temperature != 0]
-    if drawn:
-        numbers = [uniform(params[row].seed, positions[row]) for row in drawn]
-        rows = _on(logits, drawn)
-        chosen[rows] = _draw(logits[rows], [params[row] for row in drawn], numbers)
+    at_once = len(drawn) if logits.is_cuda else ROWS_ON_CPU
+    for begin in range(0, len(drawn), at_once):
+        some = drawn[begin : begin + at_once]
+        numbers = [uniform(params[row].seed, positions[row]) for row in some]
+        rows = _on(logits, some)
+        chosen[rows] = _draw(logits[rows], [params[row] for row in some], numbers)
     tokens: list[int] = chosen.tolist()
     return tokens
 
@@ -54,8 +58,8 @@ def _draw(logits: torch.Tensor, params: Items[SamplingParams], numbers: Items[fl
     cumulative = torch.cumsum(weights, dim=-1)
     targets = _on(logits, numbers)[:, None] * cumulative[:, -1:]
     chosen = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    # Rounding at the very top can bring a target up to the sum: then the last token that has any weight.
-    last = (torch.arange(vocabulary, device=logits.device) * (weights != 0)).amax(dim=-1)
+    # Rounding at the very top can bring a target up to the sum: then the token with which the sum is reached.
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]
     return torch.minimum(chosen, last)
 
 
