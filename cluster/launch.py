@@ -21,7 +21,8 @@ from cluster.errors import UserError
 from cluster.models import served_name
 from router.gateway.actor import Gateway
 from transfer.directory import RayDirectory
-from transfer.messages import WorkerStatus
+from transfer.layout import KVLayout
+from transfer.messages import Peer, WorkerStatus
 from workers.actor import Worker
 from workers.config import WorkerConfig
 
@@ -180,6 +181,7 @@ class Cluster:
             [one.start.remote(threads) for one, threads in zip(actors, self._threads, strict=True)],
             lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
         )
+        check_layouts(self._all([one.describe.remote() for one in actors]))
 
     def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
         """The results of calls to all workers; `progress` hears how many have answered. Raises LaunchError with the
@@ -221,6 +223,16 @@ def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:
     cores: two that run at once would otherwise wait for each other's threads at every operator."""
     workers = Counter(name for name, _ in hosts)
     return [max(1, cores // workers[name]) for name, cores in hosts]
+
+
+def check_layouts(peers: Sequence[Peer]) -> None:
+    """Raise LaunchError, naming the field, when a block of one worker's KV would mean something else on another: when
+    the model's files differ between machines, or what `auto` settings come to."""
+    first, *others = peers
+    mine = KVLayout.from_tuple(first.layout)
+    for other in others:
+        if (difference := mine.difference(KVLayout.from_tuple(other.layout))) is not None:
+            raise LaunchError(f"workers {first.name} and {other.name} cannot exchange KV blocks: {difference}")
 
 
 def _result(reference: Any) -> Any:
