@@ -39,7 +39,10 @@ class FairShare:
 
     def charge(self, tenant: str, tokens: int) -> None:
         """Tokens of a prompt or of an answer are computed for a tenant."""
+        known = tenant in self._served
         self._served[tenant] = self._served.get(tenant, self._now) + tokens
+        if not known:
+            self._forget()
         if tenant in self._prompts:
             self._now += tokens / len(self._prompts)
 

@@ -11,15 +11,16 @@ prompts, in chunks, in this order:
 6. the order of arrival.
 
 A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
-both have in common. One that cannot get its blocks lets at most `max_overtaken` others begin. When a sequence cannot
-grow, the one that is last in line goes back to the queue, from where it resumes at its cached prefix.
+both have in common. One that cannot get its blocks lets at most `max_overtaken` others begin; one that waits for
+another's beginning lets as many of its own tenant, and any number of others. When a sequence cannot grow, the one that
+is last in line goes back to the queue, from where it resumes at its cached prefix.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 
 import numpy as np
 
@@ -34,7 +35,7 @@ WINDOW = 16
 BY_AGE = 8
 """Of so many chunks one goes to the oldest prompt."""
 MAX_PASSED = 8
-"""Prompts that cannot begin in a step before the queue is left alone until the next."""
+"""Prompts that cannot begin in a step before the queue, or the tenant's part of it, is left alone until the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ class Work:
 
     sequence: Sequence
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """Prompts that do not begin in this step: those that lack blocks, and those that had better begin later."""
+
+    short: set[Sequence]
+    later: set[Sequence]
 
 
 class Scheduler:
@@ -104,16 +113,22 @@ class Scheduler:
         budget = max(self._limits.step_tokens - len(works), 1)
         admitted: list[Sequence] = []
         started = [one for one in self.running if one.remaining > 1]
-        passed: set[Sequence] = set()
+        passed = _Passed(set(), set())
         while budget > 0 and (sequence := self._next(started, passed)) is not None:
             if sequence.stage is Stage.RUNNING:
                 started.remove(sequence)
-            elif self._start(sequence, budget, works):
+            elif not self._should_start(sequence, budget, works):
+                passed.later.add(sequence)
+                continue
+            elif not self._cache.admit(sequence, sequence.length):
+                passed.short.add(sequence)
+                continue
+            else:
+                self._unqueue(sequence)
+                sequence.stage = Stage.RUNNING
+                self.running.append(sequence)
                 admitted.append(sequence)
                 self._note_overtaking(sequence, passed)
-            else:
-                passed.add(sequence)
-                continue
             work = Work(sequence, min(sequence.remaining, budget))
             works.append(work)
             budget -= work.count
@@ -146,13 +161,15 @@ class Scheduler:
 
     # --- whose prompt is next -----------------------------------------------------------------------------------
 
-    def _next(self, started: list[Sequence], passed: set[Sequence]) -> Sequence | None:
+    def _next(self, started: list[Sequence], passed: _Passed) -> Sequence | None:
         """The first in line of the prompts that run and of those in the queue. Nobody is begun any more before one that
-        could not begin and has let enough others go first."""
+        lacks blocks and has let enough others go first, and no other of its tenant before one that is to begin later.
+        """
         prompts = [*started]
-        held_up = any(one.held_up >= self._limits.max_overtaken for one in passed) or len(passed) >= MAX_PASSED
-        if not held_up and len(self.running) < self._limits.max_running:
-            prompts += [one for one in chain.from_iterable(self._queues.values()) if one not in passed]
+        if len(self.running) < self._limits.max_running and not self._enough(passed.short):
+            for tenant, queue in self._queues.items():
+                if not self._enough({one for one in passed.later if one.request.tenant == tenant}):
+                    prompts += [one for one in queue if one not in passed.later and one not in passed.short]
         if not prompts:
             return None
         if self._chunks % BY_AGE == BY_AGE - 1:
@@ -174,21 +191,18 @@ class Scheduler:
         heat = self._heats[sequence] = 0 if share >= HOT else 1 if share >= WARM else 2
         return heat
 
-    def _start(self, sequence: Sequence, budget: int, works: list[Work]) -> bool:
-        """Admit a queued sequence if it should and can begin in this step."""
+    def _enough(self, passed: set[Sequence]) -> bool:
+        """Whether prompts that could not begin have let as many others go first as they have to."""
+        return len(passed) >= MAX_PASSED or any(one.held_up >= self._limits.max_overtaken for one in passed)
+
+    def _should_start(self, sequence: Sequence, budget: int, works: list[Work]) -> bool:
+        """Whether a queued sequence is better begun in this step than in a later one."""
         missing = sequence.length - self._cache.found(sequence)
         sliver = missing > budget < self._limits.step_tokens // 2
         if sliver and any(work.count > 1 for work in works):
             # It would not finish now in any case, and would only make the step's other prompts wait for it.
             return False
-        if self._computed_by_another(sequence, sequence.length - missing):
-            return False
-        if not self._cache.admit(sequence, sequence.length):
-            return False
-        self._unqueue(sequence)
-        sequence.stage = Stage.RUNNING
-        self.running.append(sequence)
-        return True
+        return not self._computed_by_another(sequence, sequence.length - missing)
 
     def _computed_by_another(self, sequence: Sequence, found: int) -> bool:
         """Whether a running prompt is about to share more of this one's beginning than is cached now."""
@@ -207,15 +221,17 @@ class Scheduler:
                 return True
         return False
 
-    def _note_overtaking(self, sequence: Sequence, passed: set[Sequence]) -> None:
-        """Count who came earlier and let `sequence` begin before: for want of blocks (`held_up`), or because more of it
-        is cached, which is between prompts of a tenant and of a priority (`overtaken`)."""
-        kind = (sequence.request.tenant, sequence.request.priority)
-        queue = self._queues.get(sequence.request.tenant, [])
-        for one in {*passed, *queue, *(other for other in self.running if other.remaining > 1)}:
+    def _note_overtaking(self, sequence: Sequence, passed: _Passed) -> None:
+        """Count who came earlier and let `sequence` begin before: because it could not begin (`held_up`), or because
+        less of it is cached, which is between prompts of a tenant and of a priority (`overtaken`)."""
+        tenant = sequence.request.tenant
+        kind = (tenant, sequence.request.priority)
+        later = {one for one in passed.later if one.request.tenant == tenant}
+        queue = self._queues.get(tenant, [])
+        for one in {*passed.short, *later, *queue, *(other for other in self.running if other.remaining > 1)}:
             if one.arrival >= sequence.arrival:
                 continue
-            if one in passed:
+            if one in passed.short or one in later:
                 one.held_up += 1
             elif (one.request.tenant, one.request.priority) == kind:
                 one.overtaken += 1

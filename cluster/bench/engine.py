@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean
 
 import torch
 
@@ -94,8 +94,8 @@ def _engine(model: Model, config: WorkerConfig, shape: Shape, shared: bool) -> E
 
 
 def _decode(engine: EngineAlone, shape: Shape, prefix: list[int], own: list[list[int]]) -> Figures:
-    """The median step of streams that each continue the prefix, which is in the cache, with a part of their own."""
-    step = median(engine.decode_steps_s([prefix + part for part in own], shape.steps))
+    """The mean step of streams that each continue the prefix, which is in the cache, with a part of their own."""
+    step = fmean(engine.decode_steps_s([prefix + part for part in own], shape.steps))
     return {
         shape.decode(len(own), "ms a step"): step * 1000,
         shape.decode(len(own), "tokens/s"): len(own) / step,

@@ -145,7 +145,10 @@ async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], out
     total = time.perf_counter() - start
     if answer.status_code != 200 or not lines or lines[-1] != "data: [DONE]":
         raise LoadError(f"{answer.status_code}: {lines[-1][:300] if lines else 'an empty answer'}")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    try:
+        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    except ValueError as error:
+        raise LoadError(f"an event is not JSON: {error}") from None
     usage = events[-1]["usage"]
     if usage["completion_tokens"] != output:
         raise LoadError(f"{usage['completion_tokens']} tokens came instead of {output}")

@@ -12,7 +12,7 @@ from cluster.bench.cli import app
 from cluster.bench.load import LoadError, send, single
 from cluster.bench.peers.chart import check_png, draw, margin
 from cluster.bench.peers.llama_cpp import LlamaCpp, PeerError, batched_speed, bench_speed
-from cluster.bench.peers.run import Bench
+from cluster.bench.peers.run import Bench, Step, run
 from cluster.bench.peers.shape import FIRST, HEADWATER, LLAMA, TOKENS, TRANSFORMERS, Shape, with_ratios
 from cluster.bench.report import Check, Report
 from cluster.errors import UserError
@@ -115,6 +115,24 @@ def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, llama: LlamaCpp) -
         "llama-batched-bench": f"--gguf {tmp_path}/none.gguf: no such file",
         "generate_batch": "--transformers was not given",
     }
+
+
+def test_a_peer_that_fails_is_a_check_that_is_missed(
+    tiny: Path, llama: LlamaCpp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: int) -> dict[str, float]:
+        raise PeerError("it fell over")
+
+    mine = results(1.01)[HEADWATER]
+    steps = [Step(HEADWATER, "serving", None, lambda _: mine), Step(LLAMA, "llama-bench", None, fail)]
+    steps.append(Step(TRANSFORMERS, "generate_batch", "--transformers was not given", fail))
+    monkeypatch.setattr(Bench, "steps", lambda _: steps)
+    report = run(settings(model__name=str(tiny)), SHAPE, llama, transformers=False)
+    assert [(check.name, check.ok) for check in report.checks] == [("llama.cpp, llama-bench, ended well", False)]
+    assert report.notes == [
+        "llama.cpp, llama-bench, left out: it fell over",
+        "transformers, generate_batch, left out: --transformers was not given",
+    ]
 
 
 def results(better: float) -> dict[str, dict[str, float]]:

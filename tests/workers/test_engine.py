@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests import model_zoo
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
@@ -430,6 +431,41 @@ def test_a_failed_step_drops_what_ran_and_the_next_request_works(tiny: Model, mo
     poison(one)
     assert_idle(one)
     assert answers(one, [request(range(30))]) == [expected]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_one_request_only(
+    tiny: Model, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    one = engine(tiny)
+    good, bad = request(range(20), 8), request(range(30), 8, temperature=temperature)
+    (expected,) = answers(engine(tiny), [request(range(20), 8)])
+    one.add(good)
+    one.add(bad)
+    deltas = step(one).deltas
+    forward = tiny.forward
+    monkeypatch.setattr(tiny, "forward", lambda *args: forward(*args).index_fill(0, torch.tensor([1]), torch.nan))
+    now = step(one).deltas
+    (error,) = [delta for delta in now if delta.error]
+    assert (error.request_id, error.tokens, error.error) == (bad.request_id, (), "the model's logits are not finite")
+    monkeypatch.undo()
+    deltas += now
+    finish(one, [good.request_id], deltas)
+    assert output(deltas, good.request_id) == expected
+    assert_idle(one)
+
+
+def test_no_more_prompts_are_taken_over_than_may_run(tiny: Model) -> None:
+    decode = engine(tiny, max_running=2)
+    for number in range(6):
+        decode.reserve(request(range(number, number + 20)))
+    for _ in range(3):
+        reserved = [one.request_id for one in step(decode).reserved]
+        assert len(reserved) == decode.running == 2
+        assert step(decode).reserved == []
+        for request_id in reserved:
+            decode.abort(request_id)
+    assert_idle(decode)
 
 
 def test_a_queue_at_its_bound_is_full(tiny: Model) -> None:

@@ -138,7 +138,7 @@ def test_graphs_change_nothing_for_sequences_that_share(tiny: Model, monkeypatch
     """A trunk, branches and a third level below, and one that shares nothing; they end one by one."""
     trunk = [(7 * i) % 500 for i in range(90)]
     branches = [[*trunk, *([number] * 80)] for number in (3, 4)]
-    prompts = [[*branches[number % 2], *[number // 2] * 70, number] for number in range(8)] + [[9] * 20]
+    prompts = [[*branches[number % 2], *[10 + number // 4] * 70, number] for number in range(8)] + [[9] * 20]
     plain = engine(tiny, shared_attention=False)
     requests = [request(prompt, 6 + number) for number, prompt in enumerate(prompts)]
     expected = [answers(plain, [one])[0] for one in requests]

@@ -12,7 +12,7 @@ from workers.engine import linear
 from workers.engine.linear import WIDEN_MIN_ROWS, PackedLinear, pack
 
 pytestmark = pytest.mark.skipif(
-    not linear._packable(), reason="this CPU has no bfloat16 products, so layers are not packed"
+    not linear._packable(torch.bfloat16), reason="this CPU has no bfloat16 products, so layers are not packed"
 )
 
 

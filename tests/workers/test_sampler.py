@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transfer.messages import SamplingParams
+from workers.engine import sampler
 from workers.engine.sampler import _draw, sample, uniform
 
 VOCABULARY = 50
@@ -104,7 +105,9 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert _draw(row.expand(2, -1), [SamplingParams(1)] * 2, [0.0, 1.0]).tolist() == [3, 7]
 
 
-def test_a_row_does_not_depend_on_the_batch_around_it() -> None:
+@pytest.mark.parametrize("at_once", [1, 64])
+def test_a_row_does_not_depend_on_the_batch_around_it(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "ROWS_ON_CPU", at_once)
     draw = random.Random(0)
     rows = logits(rows=16)
     params = [
@@ -169,7 +172,10 @@ def test_rows_together_are_rows_alone_to_the_last_bit(
     if rounded:  # equal logits, as half precision makes them
         rows = rows.to(torch.bfloat16).float()
     expected = [one_row(row, one, uniform(one.seed, 7)) for row, one in zip(rows, params, strict=True)]
-    assert sample(rows, params, [7] * len(params)) == expected
+    for at_once in (1, 64):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sampler, "ROWS_ON_CPU", at_once)
+            assert sample(rows, params, [7] * len(params)) == expected
 
 
 def test_greedy_rows_alone_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,3 +185,13 @@ def test_greedy_rows_alone_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_nothing_to_sample() -> None:
     assert sample(torch.empty(0, VOCABULARY), [], []) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_gives_no_token_and_spoils_no_other(temperature: float, value: float) -> None:
+    rows = logits(rows=3)
+    params = [SamplingParams(1, temperature=temperature, top_p=0.9, top_k=5, seed=3)] * 3
+    before = sample(rows, params, [1, 2, 3])
+    rows[1, 4] = value
+    assert sample(rows, params, [1, 2, 3]) == [before[0], sampler.NO_TOKEN, before[2]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.workers.drive import request
-from workers.fairness import CREDIT_TOKENS
+from workers.fairness import MAX_TENANTS, FairShare
 from workers.kv.cache import KVCache
 from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
@@ -358,7 +358,7 @@ def test_tokens_that_were_computed_while_nobody_else_was_there_are_not_held_agai
     while old not in world.finished:
         world.step()
         steps += 1
-    assert steps <= 2 + CREDIT_TOKENS / 16  # what the other one may catch up with, not what it never had
+    assert steps <= 2 + 1024 / 16  # what the other one may catch up with, not what it never had
 
 
 def test_new_tenants_without_end_do_not_keep_an_old_one_or_each_other_waiting() -> None:
@@ -411,7 +411,7 @@ def test_answers_under_way_do_not_slow_the_virtual_time() -> None:
         for work in world.step():
             if work.sequence.request.tenant in got:
                 got[work.sequence.request.tenant] += work.count
-    assert got["new"] - got["old"] <= CREDIT_TOKENS + 100
+    assert got["new"] - got["old"] <= 1024 + 100
 
 
 def test_a_tenants_own_order_gives_it_nothing_over_others() -> None:
@@ -456,7 +456,7 @@ def test_tenants_that_always_want_more_get_equal_shares() -> None:
                 world.add(prompt, 1, tenant=tenant)
         for work in world.step():
             got[work.sequence.request.tenant] += work.count
-    assert abs(got["a"] - got["b"]) <= 0.05 * (got["a"] + got["b"]) + CREDIT_TOKENS
+    assert abs(got["a"] - got["b"]) <= 0.05 * (got["a"] + got["b"]) + 1024
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -489,3 +489,39 @@ def test_random_loads_finish(seed: int) -> None:
     assert all(one.generated == one.request.sampling.max_tokens for one in wanted)
     assert world.cache.available == world.cache.pool.total
     assert world.cache.counts()["pinned"] == 0
+
+
+def test_a_tenant_that_was_away_gets_a_bounded_credit() -> None:
+    share = FairShare()
+    share.enter("steady")
+    share.charge("steady", 1_000_000)
+    share.enter("back")
+    assert share.served("back") == share.served("steady") - 1024
+
+
+def test_tenants_that_do_not_compete_are_forgotten() -> None:
+    share = FairShare()
+    share.enter("steady")
+    for number in range(MAX_TENANTS + 1000):
+        share.charge(f"decoding-{number}", 1)
+        share.enter(f"prompt-{number}")
+        share.leave(f"prompt-{number}")
+        assert len(share._served) <= MAX_TENANTS + 1
+    share.charge("steady", 5)
+    assert share.served("steady") == 5
+
+
+@pytest.mark.parametrize("sharing", [1, 9])
+def test_who_waits_for_anothers_beginning_keeps_no_other_tenant_waiting(sharing: int) -> None:
+    world = World(20000, step_tokens=64, max_running=64, max_overtaken=16)
+    trunk = list(range(2000, 10_000))
+    world.send([*trunk, 1], tenant="loud")
+    world.step()
+    for number in range(sharing):
+        world.send([*trunk, 2 + number], tenant="other")
+    for step in range(110):
+        quiet = world.add(8, 1, tenant=f"quiet-{step % 3}")
+        world.step()
+        if quiet not in world.finished:
+            world.step()
+        assert quiet in world.finished

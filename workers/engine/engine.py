@@ -19,7 +19,7 @@ from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.batch import build
 from workers.engine.graphs import DecodeGraphs
 from workers.engine.model import Model, context_length
-from workers.engine.sampler import sample
+from workers.engine.sampler import NO_TOKEN, sample
 from workers.kv.cache import KVCache
 from workers.kv.memory import KVMemory
 from workers.scheduler import Limits, Scheduler, Work
@@ -102,7 +102,7 @@ class Engine:
             self._graphs = DecodeGraphs(model, self._backend, config.max_running, longest)
         limits = Limits(config.step_tokens, config.max_running, config.max_overtaken)
         self._scheduler = Scheduler(self.cache, limits)
-        self._max_waiting = config.max_waiting
+        self._max_running, self._max_waiting = config.max_running, config.max_waiting
         self._sequences: dict[str, Sequence] = {}
         self._reservations: deque[Sequence] = deque()
 
@@ -197,10 +197,14 @@ class Engine:
         for work in works:
             self._progress(work)
         for sequence, token in zip(ready, tokens, strict=True):
-            sequence.append(token)
+            if token == NO_TOKEN:
+                self._fail(sequence, result)
+            else:
+                sequence.append(token)
         got_token = {sequence.id for sequence in ready}
         for work in works:
-            self._report(work.sequence, work.sequence.id in got_token, result)
+            if work.sequence.stage is not Stage.FINISHED:
+                self._report(work.sequence, work.sequence.id in got_token, result)
         return result
 
     def drop_running(self) -> list[str]:
@@ -234,7 +238,7 @@ class Engine:
 
     def _serve_reservations(self, plan: StepPlan) -> None:
         # What was preempted, or has to be computed here, goes first: its client has waited longer.
-        while self._reservations and not self._scheduler.waiting:
+        while self._reservations and not self._scheduler.waiting and self.running < self._max_running:
             sequence = self._reservations[0]
             if not self.cache.admit(sequence, sequence.prompt_length, whole=True):
                 return
@@ -253,6 +257,11 @@ class Engine:
         self.cache.stats.new_tokens += min(work.count, prompt_left)
         work.sequence.computed += work.count
         self.cache.commit(work.sequence)
+
+    def _fail(self, sequence: Sequence, result: StepResult) -> None:
+        error = "the model's logits are not finite"
+        result.deltas.append(Delta(sequence.id, sequence.generated, (), sequence.cached_tokens or 0, error=error))
+        self._drop(sequence.id, ())
 
     def _report(self, sequence: Sequence, has_token: bool, result: StepResult) -> None:
         sampling = sequence.request.sampling

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-PACKED_DTYPES = (torch.bfloat16, torch.float16)
 WIDEN_MIN_ROWS = 128
 """From this many rows on, widening a weight costs less than it saves where float32 is the faster type."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -75,10 +74,10 @@ class PackedLinear(nn.Module):
 
 def pack(model: PreTrainedModel) -> None:
     """Replace every plain half-precision linear layer of a model on the CPU; does nothing where that is no gain."""
-    if not _packable():
+    if not _packable(model.dtype):
         return
     head = model.get_output_embeddings()  # the largest by far, and sees one row a sequence: not worth room to widen it
-    groups = [(parent, group) for parent in model.modules() for group in _groups(parent)]
+    groups = [(parent, group) for parent in model.modules() for group in _groups(parent, model.dtype)]
     sizes = [sum(one.weight.numel() for one in group.values()) for _, group in groups if head not in group.values()]
     # One room for all: a new one at every call would be fetched from the system page by page.
     wide = torch.empty(max(sizes)) if sizes and float32_is_faster() else None
@@ -88,16 +87,19 @@ def pack(model: PreTrainedModel) -> None:
             setattr(parent, name, PackedLinear(linear, product, index))
 
 
-def _packable() -> bool:
-    available: bool = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return available
+def _packable(dtype: torch.dtype) -> bool:
+    supported = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }
+    return torch.backends.mkldnn.is_available() and dtype in supported and bool(supported[dtype]())
 
 
 @cache
 def float32_is_faster() -> bool:
     """Whether this CPU multiplies many rows faster in float32, widening the weight included, than in bfloat16. Measured
     once per process: processor flags do not tell, since some CPUs run bfloat16 at half the float32 rate."""
-    if not _packable():
+    if not _packable(torch.bfloat16):
         return True
     count, depth, width = _PROBE_SHAPE
     rows = torch.zeros((count, depth), dtype=torch.bfloat16)
@@ -113,12 +115,12 @@ def float32_is_faster() -> bool:
     return wide_s < narrow_s
 
 
-def _groups(parent: nn.Module) -> list[dict[str, nn.Linear]]:
-    """The layers right below a module that are to be replaced, those that can be computed together in one group."""
+def _groups(parent: nn.Module, dtype: torch.dtype) -> list[dict[str, nn.Linear]]:
+    """The layers of a type right below a module, those that can be computed together in one group."""
     found = {
         name: child
         for name, child in parent.named_children()
-        if type(child) is nn.Linear and child.weight.dtype in PACKED_DTYPES and child.weight.device.type == "cpu"
+        if type(child) is nn.Linear and child.weight.dtype == dtype and child.weight.device.type == "cpu"
     }
     groups = []
     for names in TOGETHER:

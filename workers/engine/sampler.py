@@ -17,6 +17,7 @@ import torch
 from transfer.messages import SamplingParams
 
 _MASK = 2**64 - 1
+NO_TOKEN = -1
 ROWS_ON_CPU = 1
 """Rows that a CPU samples at once: one of them stays in its cache, which makes 16 rows about twice as fast."""
 
@@ -28,7 +29,10 @@ def uniform(seed: int, position: int) -> float:
 
 
 def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items[int]) -> list[int]:
-    """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand."""
+    """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand. `NO_TOKEN` for a
+    row that is not finite at its top."""
+    # NaN and infinity show in the largest of a row; what is chosen from such a row would mean nothing.
+    finite = torch.isfinite(logits.amax(dim=-1))
     chosen = torch.argmax(logits, dim=-1)
     drawn = [row for row, one in enumerate(params) if one.temperature != 0]
     at_once = len(drawn) if logits.is_cuda else ROWS_ON_CPU
@@ -37,7 +41,7 @@ def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items
         numbers = [uniform(params[row].seed, positions[row]) for row in some]
         rows = _on(logits, some)
         chosen[rows] = _draw(logits[rows], [params[row] for row in some], numbers)
-    tokens: list[int] = chosen.tolist()
+    tokens: list[int] = torch.where(finite, chosen, NO_TOKEN).tolist()
     return tokens
 
 

@@ -12,7 +12,7 @@ from cluster.bench import engine
 from cluster.bench.load import LoadError, Run, Target
 from cluster.bench.peers.llama_cpp import LlamaCpp, PeerError
 from cluster.bench.peers.shape import FIRST, HEADWATER, LLAMA, TOKENS, TRANSFORMERS, Shape, with_ratios
-from cluster.bench.report import Figures, Report, medians
+from cluster.bench.report import Check, Figures, Report, medians
 from cluster.bench.sides import do, started
 from cluster.bench.workload import Words, Work
 from cluster.config import ClusterConfig
@@ -28,6 +28,7 @@ class Step:
     missing: str | None
     measure: Callable[[int], Figures]
     rounds: list[Figures] = field(default_factory=list)
+    failed: bool = False
 
 
 def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: bool) -> Report:
@@ -45,7 +46,11 @@ def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: bool
             results.setdefault(step.side, {}).update(medians(step.rounds))
     notes = [f"{step.side}, {step.name}, left out: {step.missing}" for step in steps if step.missing]
     about = {"model": served_name(config.model.name), "threads": llama.threads}
-    return Report({**asdict(shape), **about}, with_ratios(results), shape.checks(results), notes)
+    # What was asked for and failed has shown nothing, so that not everything that was asked for is shown.
+    failures = [
+        Check(f"{step.side}, {step.name}, ended well", 0, "", 1, at_least=True) for step in steps if step.failed
+    ]
+    return Report({**asdict(shape), **about}, with_ratios(results), shape.checks(results) + failures, notes)
 
 
 def _measure(step: Step, number: int) -> None:
@@ -55,7 +60,7 @@ def _measure(step: Step, number: int) -> None:
         if step.side == HEADWATER:
             raise
         # The hour that the others took should not be lost.
-        step.missing = str(error)
+        step.missing, step.failed = str(error), True
 
 
 class Bench:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -15,6 +16,7 @@ from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.batch import Batch, Span
 from workers.kv.memory import KVMemory
 
+_log = logging.getLogger(__name__)
 _INSTEAD = "; set worker.attention to torch for the plain path, which is slow on a GPU"
 
 
@@ -44,5 +46,6 @@ def _flashinfer(memory: KVMemory, layers: Sequence[LayerAttention], shared: bool
         spare = np.array([memory.layout.num_blocks - 1])
         backend.prepare(Batch(one, one, one[0], [Span(0, 1, 0, spare)], one[0]))
     except Exception as error:  # a compiler that is missing, a driver that is too old, a device that it does not know
+        _log.exception("FlashInfer failed")
         raise StartError(f"attention: FlashInfer does not work here: {error}{_INSTEAD}") from error
     return backend
