@@ -238,8 +238,8 @@ def peers(
 ) -> None:
     """Headwater against other servers of this machine, one after another, on the same prompts and with the same
     client: serving behind a shared prefix, serving of different prompts, and the engines alone. What is not given is
-    left out with a note, and its checks with it; what fails is a check that is missed. llama.cpp's server runs in its best setting: one slot for
-    the shared prefix, as many slots as requests under way for different prompts."""
+    left out with a note, and its checks with it; what fails is a check that is missed. llama.cpp's server runs in its
+    best setting: one slot for the shared prefix, as many slots as requests under way for different prompts."""
     from cluster.bench.peers import chart
     from cluster.bench.peers.llama_cpp import LlamaCpp
     from cluster.bench.peers.run import run
