@@ -135,9 +135,11 @@ def test_scores_of_any_size_stay_finite() -> None:
             assert torch.allclose(found, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("shared", [True, False])
-def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: bool) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("compiled", "shared", "threads"),
+    [(True, True, 1), (True, False, 1), (False, True, 1), (False, False, 1), (True, True, 4), (True, False, 4)],
+)
+def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: bool, threads: int) -> None:  # type: ignore[no-untyped-def]
     """Long common beginnings, cold and warm, alone and together."""
     model = Model(Path(zoo("llama")), "float32", "cpu")
     common = [(7 * i) % 500 for i in range(100)]
@@ -145,5 +147,10 @@ def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: boo
     plain = engine(model, compiled_attention=False, shared_attention=False, prefix_cache=False)
     expected = [answers(plain, [request(prompt, max_tokens=12)])[0] for prompt in prompts]
     one = engine(model, compiled_attention=compiled, shared_attention=shared)
-    for _ in range(2):
-        assert answers(one, [request(prompt, max_tokens=12) for prompt in prompts]) == expected
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            assert answers(one, [request(prompt, max_tokens=12) for prompt in prompts]) == expected
+    finally:
+        torch.set_num_threads(before)
