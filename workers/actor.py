@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -79,7 +80,11 @@ class Worker:
         """Load the model and begin to serve, on `threads` CPU threads (default: the configuration's). Raises
         StartError, ModelUnsupported or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        await asyncio.to_thread(self._load, threads or self._config.threads)
+        # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it, and once
+        # a process has more of them than cores they sleep after each operator instead of spinning for the next.
+        with ThreadPoolExecutor(1, "load") as loader:
+            wanted = threads or self._config.threads
+            await asyncio.get_running_loop().run_in_executor(loader, self._load, wanted)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop)
         self._handover = HandOver(self._peer, self._front, self._directory, self._transfer_config)
