@@ -215,6 +215,9 @@ def peers(
     llama_batched_bench: Annotated[str | None, typer.Option(help="llama.cpp's llama-batched-bench")] = None,
     gguf: Annotated[Path | None, typer.Option(help="the same weights for llama.cpp, in bfloat16")] = None,
     transformers: Annotated[bool, typer.Option("--transformers", help="transformers' generate_batch too")] = False,
+    transformers_batch: Annotated[
+        int | None, typer.Option(min=1, help="tokens in a batch of generate_batch; default: its own")
+    ] = None,
     png: Annotated[Path | None, typer.Option(help="draw the table into this file (needs matplotlib)")] = None,
     prefix: Annotated[int, typer.Option(min=1, help="tokens that the shared prompts share")] = 2000,
     query: Annotated[int, typer.Option(min=1, help="tokens of each shared prompt's own")] = 200,
@@ -230,7 +233,9 @@ def peers(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads of the peers and of the engine alone; default: all cores")
     ] = None,
-    config: Config = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of the cluster to measure; default: one worker with both roles")
+    ] = None,
     model: Model = None,
     dtype: Dtype = None,
     as_json: Json = False,
@@ -238,9 +243,11 @@ def peers(
 ) -> None:
     """Headwater against other servers of this machine, one after another, on the same prompts and with the same
     client: serving behind a shared prefix, serving of different prompts, and the engines alone. What is not given is
-    left out with a note, and its checks with it; what fails is a check that is missed. llama.cpp's server runs in its
-    best setting: one slot for the shared prefix, as many slots as requests under way for different prompts."""
+    left out with a note, and its checks with it; what fails is a check that is missed. Servers run in what is their
+    best setting on one machine: Headwater as one worker with both roles, llama.cpp with one slot for the shared prefix
+    and as many slots as requests under way for different prompts."""
     from cluster.bench.peers import chart
+    from cluster.bench.peers.generate_batch import Transformers
     from cluster.bench.peers.llama_cpp import LlamaCpp
     from cluster.bench.peers.run import run
     from cluster.bench.peers.shape import Shape
@@ -249,7 +256,11 @@ def peers(
         chart.check_png(png)
     shape = Shape(prefix, query, prompt, output, requests, different, concurrency, context, streams, steps, rounds)
     llama = LlamaCpp(gguf, llama_server, llama_bench, llama_batched_bench, threads or len(os.sched_getaffinity(0)))
-    report = run(_settings(config, model, dtype), shape, llama, transformers)
+    roles = {"prefill.replicas": 0, "decode.replicas": 0, "both.replicas": 1} if config is None else {}
+    settings = load(config, {"model.name": model, "worker.dtype": dtype, **roles})
+    report = run(
+        settings, shape, llama, Transformers(transformers_batch) if transformers or transformers_batch else None
+    )
     if png is not None:
         chart.draw(report, png)
     _report(report, as_json, check)

@@ -105,7 +105,7 @@ def test_a_server_is_started_and_stopped(llama: LlamaCpp) -> None:
 
 def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, llama: LlamaCpp) -> None:
     nobody = LlamaCpp(tmp_path / "none.gguf", None, "no-such-program", llama.batched_bench, 2)
-    bench = Bench(settings(model__name=str(tiny)), SHAPE, nobody, transformers=False)
+    bench = Bench(settings(model__name=str(tiny)), SHAPE, nobody, transformers=None)
     assert {step.name: step.missing for step in bench.steps()} == {
         "serving": None,
         "server with one slot": "--llama-server was not given",
@@ -127,7 +127,7 @@ def test_a_peer_that_fails_is_a_check_that_is_missed(
     steps = [Step(HEADWATER, "serving", None, lambda _: mine), Step(LLAMA, "llama-bench", None, fail)]
     steps.append(Step(TRANSFORMERS, "generate_batch", "--transformers was not given", fail))
     monkeypatch.setattr(Bench, "steps", lambda _: steps)
-    report = run(settings(model__name=str(tiny)), SHAPE, llama, transformers=False)
+    report = run(settings(model__name=str(tiny)), SHAPE, llama, transformers=None)
     assert [(check.name, check.ok) for check in report.checks] == [("llama.cpp, llama-bench, ended well", False)]
     assert report.notes == [
         "llama.cpp, llama-bench, left out: it fell over",
@@ -189,7 +189,14 @@ def test_peers(tiny: Path, tmp_path: Path, llama: LlamaCpp, monkeypatch: pytest.
     sizes |= {"context": 128, "streams": 3, "steps": 3}
     arguments = [f"--{name}={value}" for name, value in sizes.items()]
     arguments += [f"--llama-server={llama.server}", f"--llama-bench={llama.bench}", f"--gguf={llama.gguf}"]
-    arguments += ["--transformers", f"--png={tmp_path}/peers.png", "--json", f"--model={tiny}", "--dtype=float32"]
+    arguments += [
+        "--transformers",
+        "--transformers-batch=64",
+        f"--png={tmp_path}/peers.png",
+        "--json",
+        f"--model={tiny}",
+        "--dtype=float32",
+    ]
     done = CliRunner().invoke(app, ["peers", *arguments], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from cluster.bench import engine
 from cluster.bench.load import LoadError, Run, Target
+from cluster.bench.peers.generate_batch import Transformers
 from cluster.bench.peers.llama_cpp import LlamaCpp, PeerError
 from cluster.bench.peers.shape import FIRST, HEADWATER, LLAMA, TOKENS, TRANSFORMERS, Shape, with_ratios
 from cluster.bench.report import Check, Figures, Report, medians
@@ -31,7 +32,7 @@ class Step:
     failed: bool = False
 
 
-def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: bool) -> Report:
+def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: Transformers | None) -> Report:
     """Measure what is there; the report's notes say what is not, and what failed."""
     steps = Bench(config, shape, llama, transformers).steps()
     console = Console(stderr=True, highlight=False)  # plain lines: a spinner would take time from what is measured
@@ -66,7 +67,7 @@ def _measure(step: Step, number: int) -> None:
 class Bench:
     """The measurements, in the order in which they are made."""
 
-    def __init__(self, config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: bool) -> None:
+    def __init__(self, config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: Transformers | None) -> None:
         self._config = config
         self._shape = shape
         self._llama = llama
@@ -138,11 +139,10 @@ class Bench:
         return {shape.decode(shape.streams, "tokens/s"): speed}
 
     def _generate_batch(self, number: int) -> Figures:
-        from cluster.bench.peers.generate_batch import output_tokens_per_s
-
+        assert self._transformers is not None
         prompts = [prompt for chat in self._shared(number).chats for prompt in chat]
         worker = self._config.worker
-        speed = output_tokens_per_s(
+        speed = self._transformers.output_tokens_per_s(
             self._path, worker.dtype, worker.device, self._llama.threads, prompts, self._shape.output
         )
         return {self._shape.of_shared(TOKENS): speed}
