@@ -80,8 +80,8 @@ class Worker:
         """Load the model and begin to serve, on `threads` CPU threads (default: the configuration's). Raises
         StartError, ModelUnsupported or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it; in a
-        # process with more of their threads than cores, they sleep after each operator instead of spinning for the next.
+        # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it. In a
+        # process with more of these threads than cores, they sleep after each operator instead of spinning.
         with ThreadPoolExecutor(1, "load") as loader:
             wanted = threads or self._config.threads
             await asyncio.get_running_loop().run_in_executor(loader, self._load, wanted)
