@@ -9,6 +9,7 @@ import gc
 import itertools
 import random
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -367,6 +368,14 @@ def test_prompts_are_handed_over(house: House) -> None:
         return await asyncio.gather(*(house.ask(case) for case in range(len(LENGTHS))))
 
     assert house.run(scenario()) == ["right"] * len(LENGTHS)
+
+
+@pytest.mark.usefixtures("house")
+def test_only_engine_threads_keep_helpers() -> None:
+    """A thread that loaded a model and lived on would make OpenMP's helpers sleep after every operator."""
+    names = {thread.name for thread in threading.enumerate()}
+    assert "engine" in names
+    assert not any(name.startswith("load") for name in names)
 
 
 def only(wanted: str, become: Call) -> Rule:
