@@ -88,12 +88,12 @@ def test_a_pool_nearly_full_of_one_prefix_with_preemptions(tiny: Model) -> None:
     draw = random.Random(4)
     prefix = [draw.randrange(512) for _ in range(90)]
     prompts = [prefix + [draw.randrange(512) for _ in range(draw.randrange(1, 24))] for _ in range(50)]
-    expected = answers(engine(tiny, prefix_cache=False), [request(prompt, 16) for prompt in prompts])
+    expected = answers(engine(tiny, prefix_cache=False), [request(prompt, 10) for prompt in prompts])
     block_bytes = engine(tiny).memory.layout.block_bytes
-    one = engine(tiny, kv_memory=12 * block_bytes, max_model_len=144, max_waiting=500)
+    one = engine(tiny, kv_memory=10 * block_bytes, max_model_len=128, max_waiting=500)
     order = [number for number in range(50) for _ in range(10)]
     draw.shuffle(order)
-    got = answers(one, [request(prompts[number], 16) for number in order])
+    got = answers(one, [request(prompts[number], 10) for number in order])
     assert got == [expected[number] for number in order]
     stats = one.cache.stats
     assert stats.requests == 500
