@@ -101,7 +101,7 @@ def check_sampled(cluster: Cluster, sampled: list[Case]) -> None:
         assert [tuple(ids) for ids in found] == [case.answer for case in sampled]
 
 
-@pytest.mark.parametrize("topology", ["1P1D", "both"])
+@pytest.mark.parametrize("topology", ["1P1D", pytest.param("both", marks=pytest.mark.long)])
 def test_small_chunks_without_cache(launch: Launch, smollm: Path, reference: list[Case], topology: str) -> None:
     cluster = launch(smollm, worker__step_tokens=64, worker__prefix_cache=False, **TOPOLOGIES[topology])
     check(cluster, reference[2:6] + reference[6::6], at_once=8, stream=topology == "both")
