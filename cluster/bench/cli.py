@@ -153,10 +153,11 @@ def no_reuse_cost(
 
 @app.command("tenants")
 def tenants(
-    requests: Annotated[int, typer.Option(min=1, help="requests of the quiet tenant in a round")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="requests of the quiet tenant in a round")] = 6,
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt, all different")] = 1000,
     output: Output = 16,
     loud: Annotated[int, typer.Option(min=1, help="requests that the loud tenant keeps under way")] = 10,
+    pause: Annotated[float, typer.Option(min=0, help="seconds between an answer and the quiet tenant's next")] = 20,
     rounds: Rounds = 1,
     config: Config = None,
     model: Model = None,
@@ -167,7 +168,7 @@ def tenants(
     """A quiet tenant's time to first token, alone and beside a loud one. Tenants are told apart by `user`."""
     from cluster.bench.tenants import Shape, run
 
-    _report(run(_settings(config, model, dtype), Shape(requests, prompt, output, loud, rounds)), as_json, check)
+    _report(run(_settings(config, model, dtype), Shape(requests, prompt, output, loud, pause, rounds)), as_json, check)
 
 
 @app.command("first-token")

@@ -84,24 +84,34 @@ def send(
         raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
 
 
-def send_beside(target: Target, chats: list[Chat], output: int, other: Target, others: list[Chat], at_once: int) -> Run:
-    """Hold `chats` one at a time while `other` holds `others`, `at_once` at a time, which are broken off at the end.
+def send_beside(
+    target: Target,
+    chats: list[Chat],
+    output: int,
+    pause_s: float,
+    other: Target,
+    another: Callable[[], list[int]],
+    at_once: int,
+) -> Run:
+    """Hold `chats` one at a time, `pause_s` after each, while `other` is asked `another` prompt again and again,
+    `at_once` at a time.
 
-    Raises LoadError also when the others were done before.
+    Raises LoadError with the first request that fails, on either side.
     """
 
     async def both() -> Run:
-        beside = asyncio.create_task(_send(other, others, output, at_once, lambda: None))
+        beside = asyncio.create_task(_keep_busy(other, another, output, at_once))
         await asyncio.sleep(LEAD_S)
+        measured = asyncio.create_task(_send(target, chats, output, 1, lambda: None, pause_s))
         try:
-            run = await _send(target, chats, output, 1, lambda: None)
+            await asyncio.wait([beside, measured], return_when=asyncio.FIRST_COMPLETED)
             if beside.done():
                 beside.result()
-                raise LoadError("the other load ended before the measurement did")
-            return run
+            return await measured
         finally:
-            beside.cancel()
-            await asyncio.gather(beside, return_exceptions=True)
+            for task in (beside, measured):
+                task.cancel()
+            await asyncio.gather(beside, measured, return_exceptions=True)
 
     try:
         return asyncio.run(both())
@@ -109,7 +119,20 @@ def send_beside(target: Target, chats: list[Chat], output: int, other: Target, o
         raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
 
 
-async def _send(target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None]) -> Run:
+async def _keep_busy(target: Target, another: Callable[[], list[int]], output: int, at_once: int) -> None:
+    limits = httpx.Limits(max_connections=at_once)
+    async with httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits) as client:
+
+        async def ask() -> None:
+            while True:
+                await _one(client, target, another(), output)
+
+        await asyncio.gather(*(ask() for _ in range(at_once)))
+
+
+async def _send(
+    target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None], pause_s: float = 0.0
+) -> Run:
     gate = asyncio.Semaphore(concurrency)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits) as client:
@@ -123,6 +146,7 @@ async def _send(target: Target, chats: list[Chat], output: int, concurrency: int
                     timings.append(await _one(client, target, prompt, output))
                     prompt = prompt + list(timings[-1].answer)
                     done()
+                    await asyncio.sleep(pause_s)
             return timings
 
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from rich.console import Console
 
@@ -19,13 +20,15 @@ MAX_SLOWDOWN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The quiet tenant sends `requests` prompts of `prompt` tokens one after another, the loud one keeps `loud` under
-    way; answers have `output` tokens, and all prompts are different."""
+    """The quiet tenant sends `requests` prompts of `prompt` tokens one by one, `pause` seconds after each answer, and
+    the loud one keeps `loud` under way; answers have `output` tokens, and all prompts are different. With too short a
+    pause the quiet tenant wants more than half of the machine, and is not quiet."""
 
     requests: int
     prompt: int
     output: int
     loud: int
+    pause: float
     rounds: int
 
 
@@ -38,9 +41,9 @@ def run(config: ClusterConfig, shape: Shape) -> Report:
         for number in range(shape.rounds):
             words = Words(number, side.vocabulary)
             first, second = (single(words.parts(shape.requests, shape.prompt)) for _ in range(2))
-            noise = single(words.parts(shape.requests * shape.loud * 2, shape.prompt))
             runs[ALONE].append(send(quiet, first, shape.output, concurrency=1))
-            runs[BESIDE].append(send_beside(quiet, second, shape.output, loud, noise, shape.loud))
+            noise = partial(words, shape.prompt)
+            runs[BESIDE].append(send_beside(quiet, second, shape.output, shape.pause, loud, noise, shape.loud))
     results = {name: medians([one.figures() for one in some]) for name, some in runs.items()}
     sizes = {**asdict(shape), "model": served_name(config.model.name)}
     name = "the quiet tenant's median first token, beside the loud one against alone"

@@ -171,15 +171,21 @@ def test_a_failed_request_fails_the_run(fault: dict[str, object], message: str) 
         send(Target(server.url, "fake"), single([[1]]), output=3, concurrency=1)
 
 
-def test_a_load_beside_another_is_measured_only_while_the_other_runs() -> None:
+def test_a_load_beside_another_runs_as_long_as_the_measurement() -> None:
     with fake_completions() as server:
         quiet, loud = Target(server.url, "fake", "quiet"), Target(server.url, "fake", "loud")
-        with pytest.raises(LoadError, match="ended before"):
-            send_beside(quiet, single([[1]]), 2, loud, single([[2]]), 1)
-        endless = [[[3]] * 100_000]  # one chat that grows turn by turn
-        run = send_beside(quiet, single([[1], [1]]), 2, loud, endless, 1)
-    assert len(run.timings) == 2
-    assert [3] in server.prompts
+        run = send_beside(quiet, single([[1], [1]]), 2, 0.2, loud, lambda: [3], 2)
+        assert len(run.timings) == 2
+        first, last = (at for at, prompt in enumerate(server.prompts) if prompt == [1])
+        assert [3] in server.prompts[:first]
+        assert [3] in server.prompts[first:last]
+
+
+def test_a_load_beside_another_that_fails_ends_the_measurement() -> None:
+    with fake_completions() as server, fake_completions(short=True) as broken:
+        quiet, loud = Target(server.url, "fake"), Target(broken.url, "fake")
+        with pytest.raises(LoadError, match="1 tokens came instead of 2"):
+            send_beside(quiet, single([[1]] * 100), 2, 1.0, loud, lambda: [3], 2)
 
 
 # Checks and reports

@@ -499,6 +499,19 @@ def test_a_tenant_that_was_away_gets_a_bounded_credit() -> None:
     assert share.served("back") == share.served("steady") - 1024
 
 
+def test_bursts_of_a_light_tenant_are_let_in_each_time() -> None:
+    share = FairShare()
+    share.enter("loud")
+    for _ in range(20):
+        share.charge("loud", 10_000)
+        share.enter("light")
+        assert share.served("light") == share.served("loud") - 1024
+        for _ in range(4):
+            share.charge("light", 250)
+        assert share.served("light") < share.served("loud")
+        share.leave("light")
+
+
 def test_tenants_that_do_not_compete_are_forgotten() -> None:
     share = FairShare()
     share.enter("steady")
