@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.workers.world import World
+from tests.workers.world import SIZE, World
 from workers.sequence import Stage
 
 
