@@ -20,7 +20,7 @@ from workers.engine.engine import Engine, StepResult
 from workers.engine.model import Model
 
 BLOCK = 16
-TOKENS = 32
+TOKENS = 48
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 150)  # the tiny models' window is 24
 
 
