@@ -556,7 +556,8 @@ def test_a_gateway_that_is_gone_stops_the_work_for_it(house: House) -> None:
         house.calls.live("g", house.gateway)
         return outcome.status
 
-    assert house.run(scenario(), limit_s=5) == "aborted"
+    # "failed" where D notices first and cancels the transfer; nobody is left to whom it would matter.
+    assert house.run(scenario(), limit_s=5) in ("aborted", "failed")
 
 
 def chaos(draw: random.Random) -> Rule:
