@@ -5,8 +5,8 @@ in fair queuing of packets. A tenant's counter grows by the tokens computed for 
 first. Tenants compete while they have prompts that are not computed yet. One that begins to is lifted to a little below
 the virtual time, so that it is let in at once, but being away saves up nothing and having used what nobody else wanted
 costs nothing. The virtual time is at least the smallest counter of those that compete, and moves on with every prompt
-token, so that new tenants without end, each let in below it, come ever later. It is the counter of a tenant that
-competes alone: otherwise bursts of a light tenant, each of which moves the time beyond that counter, would use up its
+token, so that new tenants without end, each let in below it, come ever later. A tenant that competes alone is lifted
+to it: otherwise bursts of a light tenant, each of which moves the time beyond the other's counter, would use up its
 credit for good.
 """
 
@@ -45,11 +45,11 @@ class FairShare:
         self._served[tenant] = self._served.get(tenant, self._now) + tokens
         if not known:
             self._forget()
-        if tenant in self._prompts and len(self._prompts) > 1:
+        if tenant in self._prompts:
             self._now += tokens / len(self._prompts)
-        elif tenant in self._prompts:
-            # Alone it gets everything, and catches up with what others had before.
-            self._now = self._served[tenant]
+            if len(self._prompts) == 1:
+                # It gets everything, and is owed nothing any more.
+                self._served[tenant] = max(self._served[tenant], self._now)
 
     def served(self, tenant: str) -> float:
         """The counter of a tenant that competes; smaller is next."""

@@ -19,7 +19,7 @@ is last in line goes back to the queue, from where it resumes at its cached pref
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -35,7 +35,10 @@ WINDOW = 16
 BY_AGE = 8
 """Of so many chunks one goes to the oldest prompt."""
 MAX_PASSED = 8
-"""Prompts that cannot begin in a step before the queue, or the tenant's part of it, is left alone until the next."""
+"""Prompts that lack blocks, or prompts of one tenant that are to begin later, before the queue, or the tenant's part of
+it, is left alone until the next step."""
+MAX_LOOKED_AT = 32
+"""Prompts that do not begin in a step, for whatever reason, before the queue is left alone: looking costs time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """Prompts that do not begin in this step: those that lack blocks, and those that had better begin later."""
+    """Prompts that do not begin in this step: those that lack blocks, and by tenant those that had better begin
+    later."""
 
-    short: set[Sequence]
-    later: set[Sequence]
+    short: set[Sequence] = field(default_factory=set)
+    later: dict[str, set[Sequence]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return len(self.short) + sum(map(len, self.later.values()))
+
+    def later_of(self, tenant: str) -> set[Sequence]:
+        """Those of a tenant that had better begin later."""
+        return self.later.get(tenant, set())
 
 
 class Scheduler:
@@ -113,12 +126,12 @@ class Scheduler:
         budget = max(self._limits.step_tokens - len(works), 1)
         admitted: list[Sequence] = []
         started = [one for one in self.running if one.remaining > 1]
-        passed = _Passed(set(), set())
+        passed = _Passed()
         while budget > 0 and (sequence := self._next(started, passed)) is not None:
             if sequence.stage is Stage.RUNNING:
                 started.remove(sequence)
             elif not self._should_start(sequence, budget, works):
-                passed.later.add(sequence)
+                passed.later.setdefault(sequence.request.tenant, set()).add(sequence)
                 continue
             elif not self._cache.admit(sequence, sequence.length):
                 passed.short.add(sequence)
@@ -166,10 +179,12 @@ class Scheduler:
         lacks blocks and has let enough others go first, and no other of its tenant before one that is to begin later.
         """
         prompts = [*started]
-        if len(self.running) < self._limits.max_running and not self._enough(passed.short):
+        room = len(self.running) < self._limits.max_running and passed.count < MAX_LOOKED_AT
+        if room and not self._enough(passed.short):
             for tenant, queue in self._queues.items():
-                if not self._enough({one for one in passed.later if one.request.tenant == tenant}):
-                    prompts += [one for one in queue if one not in passed.later and one not in passed.short]
+                later = passed.later_of(tenant)
+                if not self._enough(later):
+                    prompts += [one for one in queue if one not in later and one not in passed.short]
         if not prompts:
             return None
         if self._chunks % BY_AGE == BY_AGE - 1:
@@ -226,7 +241,7 @@ class Scheduler:
         less of it is cached, which is between prompts of a tenant and of a priority (`overtaken`)."""
         tenant = sequence.request.tenant
         kind = (tenant, sequence.request.priority)
-        later = {one for one in passed.later if one.request.tenant == tenant}
+        later = passed.later_of(tenant)
         queue = self._queues.get(tenant, [])
         for one in {*passed.short, *later, *queue, *(other for other in self.running if other.remaining > 1)}:
             if one.arrival >= sequence.arrival:

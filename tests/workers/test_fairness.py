@@ -1,9 +1,12 @@
 """Whose prompt is next when tenants compete, without a model."""
 
+from typing import Any
+
 import pytest
 
 from tests.workers.world import World
 from workers.fairness import MAX_TENANTS, FairShare
+from workers.scheduler import MAX_LOOKED_AT
 
 
 def test_a_tenant_with_ten_times_the_load_does_not_keep_another_waiting() -> None:
@@ -151,6 +154,39 @@ def test_bursts_of_a_light_tenant_are_let_in_each_time() -> None:
             share.charge("light", 250)
         assert share.served("light") < share.served("loud")
         share.leave("light")
+
+
+def test_who_came_late_in_a_rush_does_not_pay_for_it_later() -> None:
+    share = FairShare()
+    share.enter("patient")
+    for number in range(200):
+        share.enter(f"new-{number}")
+        share.charge(f"new-{number}", 1000)
+        share.leave(f"new-{number}")
+    share.charge("patient", 10)  # now alone
+    share.enter("new-199")
+    assert share.served("new-199") <= share.served("patient")
+
+
+def test_many_tenants_whose_prompts_are_to_begin_later_cost_a_bounded_time() -> None:
+    world = World(20000, step_tokens=64, max_running=600)
+    world.add(10, 400, tenant="talker")
+    world.step()
+    for number in range(500):
+        world.add(70, 1, tenant=f"tenant-{number}")
+    looked = 0
+    original = world.scheduler._should_start
+
+    def should_start(*args: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return original(*args)
+
+    world.scheduler._should_start = should_start  # type: ignore[method-assign]
+    for _ in range(5):
+        looked = 0
+        world.step()
+        assert looked <= MAX_LOOKED_AT + 64
 
 
 def test_tenants_that_do_not_compete_are_forgotten() -> None:

@@ -194,17 +194,18 @@ class Engine:
         tokens = sample(logits, [one.request.sampling for one in ready], [one.length for one in ready])
         if not tokens:
             self.model.synchronize()
-        for work in works:
-            self._progress(work)
         for sequence, token in zip(ready, tokens, strict=True):
             if token == NO_TOKEN:
+                # Before its blocks of this step become the cache's: they may be spoilt.
                 self._fail(sequence, result)
             else:
                 sequence.append(token)
+        works = [work for work in works if work.sequence.stage is not Stage.FINISHED]
+        for work in works:
+            self._progress(work)
         got_token = {sequence.id for sequence in ready}
         for work in works:
-            if work.sequence.stage is not Stage.FINISHED:
-                self._report(work.sequence, work.sequence.id in got_token, result)
+            self._report(work.sequence, work.sequence.id in got_token, result)
         return result
 
     def drop_running(self) -> list[str]:

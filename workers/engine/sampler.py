@@ -31,11 +31,13 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items[int]) -> list[int]:
     """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand. `NO_TOKEN` for a
     row that is not finite at its top."""
+    if not params:
+        return []
     # NaN and infinity show in the largest of a row; what is chosen from such a row would mean nothing.
     finite = torch.isfinite(logits.amax(dim=-1))
     chosen = torch.argmax(logits, dim=-1)
     drawn = [row for row, one in enumerate(params) if one.temperature != 0]
-    at_once = len(drawn) if logits.is_cuda else ROWS_ON_CPU
+    at_once = ROWS_ON_CPU if logits.device.type == "cpu" else len(params)
     for begin in range(0, len(drawn), at_once):
         some = drawn[begin : begin + at_once]
         numbers = [uniform(params[row].seed, positions[row]) for row in some]
