@@ -98,18 +98,25 @@ def test_every_variant_equals_softmax(dtype: str, kv_heads: int, group: int, siz
 
 def test_contexts_are_shared_at_every_depth_of_the_tree() -> None:
     """Fifteen sequences behind one prefix, one that shares only its first block, and pairs further down."""
-    backend = TorchBackend(memory(1, 16, 16, "float32", blocks=512), compiled=True, shared=True)
+    pool = memory(1, 16, 16, "float32", blocks=512)
+    plain, compiled = (TorchBackend(pool, compiled, shared=True) for compiled in (False, True))
     trunk, pair = np.arange(128), np.arange(200, 206)
     tables = [np.concatenate([trunk, [300 + number]]) for number in range(13)]
     tables += [np.concatenate([trunk, pair, [320 + number]]) for number in range(2)]
     tables.append(np.concatenate([trunk[:1], np.arange(400, 500)]))
     spans = [Span(row, 1, len(table) * 16 - 1, table) for row, table in enumerate(tables)]
     none = torch.zeros(1, dtype=torch.int64)
-    backend.prepare(Batch(none, none, none, spans, none))
-    found = [(one.rows, one.slots) for one in backend._shared]
+    for backend in (plain, compiled):
+        backend.prepare(Batch(none, none, none, spans, none))
+    found = [(one.rows, one.slots) for one in plain._shared]
     assert found == [(slice(0, 15), slice(0, 2048)), (slice(13, 15), slice(3200, 3296))]
-    assert backend._rows is not None
-    assert backend._rows.lengths.tolist() == [16] * 15 + [101 * 16]
+    assert not plain._gathered
+    own, *shared = compiled._gathered
+    assert own.rows.tolist() == [[row] for row in range(16)]
+    assert len(own.slots) == 16 * 15 + 101 * 16
+    assert [one.rows.tolist() for one in shared] == [[list(range(15))], [[13, 14]]]
+    assert [one.slots.tolist() for one in shared] == [list(range(2048)), list(range(3200, 3296))]
+    assert not compiled._shared
 
 
 def test_scores_of_any_size_stay_finite() -> None:
@@ -128,9 +135,11 @@ def test_scores_of_any_size_stay_finite() -> None:
             assert torch.allclose(found, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("shared", [True, False])
-def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: bool) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(
+    ("compiled", "shared", "threads"),
+    [(True, True, 1), (True, False, 1), (False, True, 1), (False, False, 1), (True, True, 4), (True, False, 4)],
+)
+def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: bool, threads: int) -> None:  # type: ignore[no-untyped-def]
     """Long common beginnings, cold and warm, alone and together."""
     model = Model(Path(zoo("llama")), "float32", "cpu")
     common = [(7 * i) % 500 for i in range(100)]
@@ -138,5 +147,10 @@ def test_answers_do_not_depend_on_the_speed_ups(zoo, compiled: bool, shared: boo
     plain = engine(model, compiled_attention=False, shared_attention=False, prefix_cache=False)
     expected = [answers(plain, [request(prompt, max_tokens=12)])[0] for prompt in prompts]
     one = engine(model, compiled_attention=compiled, shared_attention=shared)
-    for _ in range(2):
-        assert answers(one, [request(prompt, max_tokens=12) for prompt in prompts]) == expected
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(2):
+            assert answers(one, [request(prompt, max_tokens=12) for prompt in prompts]) == expected
+    finally:
+        torch.set_num_threads(before)

@@ -1,156 +1,98 @@
-"""Attention of single rows over their own blocks, compiled with numba: what a decode step does for each sequence.
-
-PyTorch has no operator that reads a block table on the CPU. Doing without means a gather, a flash call and a merge for
-every sequence and layer, whose overheads cost several times the arithmetic. This kernel walks the tables itself, reads
-every key and value once for all query heads of its KV head, and keeps a running softmax (Milakov and Gimelshein,
-2018), in float32 whatever the pool's type.
-"""
+"""Attention of a single row over a context: what a sequence that decodes does for what it shares with no other."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
+from numba import njit
 
-from workers.engine.batch import Span, as_index
-from workers.engine.kernels.compiled import compiled
-from workers.engine.kernels.vector import exp, widen
-from workers.kv.memory import KVMemory
+from workers.engine.kernels.compiled import FAST
+from workers.engine.kernels.threads import argument1, argument2, argument3, share
+from workers.engine.kernels.vector import LOWEST, exp, prefetch, widen
 
-_LOWEST = np.float32(-1e30)
-# Rounding may be reordered, as in any matrix product, but infinities and signs are kept.
-_FAST = {"reassoc", "contract", "arcp", "nsz"}
+_TOKENS = 16
+"""Tokens that are computed together: a vector of scores."""
 
 
-@cache
-def _compiled(group: int, size: int, block_size: int, dtype: str) -> Callable[..., None]:
-    """The kernel for `group` query heads per KV head of `size` and a pool of `dtype`; constants let the compiler unroll
-    the inner loops."""
+def layout(rows: int, size: int) -> tuple[int, int]:
+    """Room that a result of `rows` vectors of `size` needs."""
+    return rows, size
 
-    def kernel(
-        query: Any, keys: Any, values: Any, tables: Any, starts: Any, lengths: Any, scaling: Any, output: Any, lse: Any
-    ) -> None:
-        q = np.empty((group, size), np.float32)
-        tile = np.empty((block_size, size), np.float32)
-        scores = np.empty((group, block_size), np.float32)
-        total = np.empty((group, size), np.float32)
-        top = np.empty(group, np.float32)
-        mass = np.empty(group, np.float32)
-        for row in range(query.shape[0]):
-            for head in range(keys.shape[1]):
+
+def part(group: int, size: int, element: type) -> Any:
+    """One thread's segments, for `group` query heads per KV head of `size` and a pool of `element`; constants let the
+    compiler unroll the inner loops."""
+
+    def run(arguments: Any) -> None:
+        rows, slots = argument2(arguments, 0, np.int64), argument1(arguments, 1, np.int64)
+        segments, of_piece = argument2(arguments, 2, np.int64), argument1(arguments, 3, np.int64)
+        query, keys = argument3(arguments, 5, np.float32), argument3(arguments, 6, element)
+        values, totals = argument3(arguments, 7, element), argument3(arguments, 8, np.float32)
+        sums = argument3(arguments, 9, np.float32)
+        kv_heads = keys.shape[1]
+        begin_piece, end_piece = share(len(of_piece) - 1)
+        q, mean = np.empty((group, size), np.float32), np.empty((group, size), np.float32)
+        tile, scores = np.empty((_TOKENS, size), np.float32), np.empty((group, _TOKENS), np.float32)
+        top, mass = np.empty(group, np.float32), np.empty(group, np.float32)
+        for number in range(of_piece[begin_piece], of_piece[end_piece]):
+            context, first, end = segments[number]
+            for head in range(kv_heads):
                 for g in range(group):
-                    top[g] = _LOWEST
-                    mass[g] = 0
+                    top[g], mass[g] = LOWEST, 0
                     for d in range(size):
-                        q[g, d] = query[row, head * group + g, d] * scaling
-                        total[g, d] = 0
-                for index in range((lengths[row] + block_size - 1) // block_size):
-                    slot = tables[starts[row] + index] * block_size
-                    count = min(block_size, lengths[row] - index * block_size)
+                        q[g, d], mean[g, d] = query[rows[context, 0], head * group + g, d], 0
+                for begin in range(first, end, _TOKENS):
+                    count = min(end - begin, _TOKENS)
+                    following = slots[begin + _TOKENS : min(begin + 2 * _TOKENS, end)]
+                    prefetch(keys, following, head)
                     for t in range(count):
+                        slot = slots[begin + t]
                         for d in range(size):
-                            tile[t, d] = widen(keys[slot + t, head, d])
+                            tile[t, d] = widen(keys[slot, head, d])
                     for t in range(count):
                         for g in range(group):
                             score = np.float32(0)
                             for d in range(size):
                                 score += q[g, d] * tile[t, d]
                             scores[g, t] = score
-                    for t in range(count, block_size):
-                        for g in range(group):
-                            scores[g, t] = _LOWEST
+                    _soften(scores, count, mean, top, mass)
+                    prefetch(values, following, head)
                     for t in range(count):
+                        slot = slots[begin + t]
                         for d in range(size):
-                            tile[t, d] = widen(values[slot + t, head, d])
-                    for g in range(group):
-                        highest = top[g]
-                        for t in range(block_size):
-                            highest = max(highest, scores[g, t])
-                        shrink = exp(top[g] - highest)
-                        top[g] = highest
-                        added = np.float32(0)
-                        for t in range(block_size):
-                            weight = exp(scores[g, t] - highest)
-                            scores[g, t] = weight
-                            added += weight
-                        mass[g] = mass[g] * shrink + added
-                        for d in range(size):
-                            total[g, d] *= shrink
+                            tile[t, d] = widen(values[slot, head, d])
                     for t in range(count):
                         for g in range(group):
                             weight = scores[g, t]
                             for d in range(size):
-                                total[g, d] += weight * tile[t, d]
+                                mean[g, d] += weight * tile[t, d]
+                at = number * kv_heads + head
                 for g in range(group):
+                    sums[0, at, g], sums[1, at, g] = top[g], mass[g]
                     for d in range(size):
-                        output[row, head * group + g, d] = total[g, d] / mass[g]
-                    lse[row, head * group + g] = top[g] + math.log(mass[g])
+                        totals[at, g, d] = mean[g, d]
 
-    name = f"decode-{group}-{size}-{block_size}-{dtype}"
-    return compiled(name, kernel, fastmath=_FAST)
+    return run
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Single rows of a batch and where their own context lies: row `index[i]` sees `lengths[i]` tokens in the blocks
-    `tables[starts[i]]` and so on."""
-
-    index: slice | torch.Tensor
-    tables: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-
-
-class DecodeKernel:
-    """The kernel over one pool, `memory`."""
-
-    def __init__(self, memory: KVMemory) -> None:
-        self._block_size = memory.layout.block_size
-        self._keys = [_as_numpy(one) for one in memory.keys]
-        self._values = [_as_numpy(one) for one in memory.values]
-
-    @staticmethod
-    def supports(memory: KVMemory) -> bool:
-        """Whether this pool can be read: bfloat16 or float32 in host memory."""
-        return memory.flat.device.type == "cpu" and memory.layout.dtype in ("bfloat16", "float32")
-
-    def rows(self, spans: list[Span], begins: list[int]) -> Rows:
-        """Single-token spans whose own context is `[begin, start + 1)`; each `begin` is at a block's start."""
-        size = self._block_size
-        tables = [
-            span.blocks[begin // size : span.start // size + 1] for span, begin in zip(spans, begins, strict=True)
-        ]
-        starts = np.cumsum([0, *(len(table) for table in tables[:-1])])
-        lengths = np.array([span.start + 1 - begin for span, begin in zip(spans, begins, strict=True)])
-        return Rows(as_index(np.array([span.row for span in spans])), np.concatenate(tables), starts, lengths)
-
-    def attend(self, layer: int, query: torch.Tensor, rows: Rows, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """`query [n, heads, size]` → output `[n, heads, size]` and log-sum-exp `[n, heads]`, both float32."""
-        count, heads, size = query.shape
-        keys, values = self._keys[layer], self._values[layer]
-        output, lse = torch.empty((count, heads, size)), torch.empty((count, heads))
-        kernel = _compiled(heads // keys.shape[1], size, self._block_size, keys.dtype.name)
-        kernel(
-            query.float().contiguous().numpy(),
-            keys,
-            values,
-            rows.tables,
-            rows.starts,
-            rows.lengths,
-            np.float32(scaling),
-            output.numpy(),
-            lse.numpy(),
-        )
-        return output, lse
-
-
-def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory; bfloat16, which numpy lacks, as its bits."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(np.uint16)
-    return tensor.numpy()
+@njit(error_model="numpy", fastmath=FAST, inline="always")
+def _soften(scores: Any, count: int, mean: Any, top: Any, mass: Any) -> None:
+    """Scores of `count` tokens become weights, and what older ones have left shrinks."""
+    group, size = mean.shape
+    for g in range(group):
+        for t in range(count, _TOKENS):
+            scores[g, t] = LOWEST
+        highest = top[g]
+        for t in range(_TOKENS):
+            highest = max(highest, scores[g, t])
+        shrink = exp(top[g] - highest)
+        top[g] = highest
+        added = np.float32(0)
+        for t in range(_TOKENS):
+            weight = exp(scores[g, t] - highest)
+            scores[g, t] = weight
+            added += weight
+        mass[g] = mass[g] * shrink + added
+        for d in range(size):
+            mean[g, d] *= shrink

@@ -2,8 +2,9 @@
 
 Rows see disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade attention):
 contexts that several sequences of the batch share, each of which is read once for all of them; the sequence's own
-context; and the chunk itself, causally. Own contexts of sequences that decode go through a compiled kernel where it is
-wanted and supports the pool. Layers with a window, a soft cap or unequal key and value sizes take a plain masked path.
+context; and the chunk itself, causally. Own contexts of sequences that decode, and all contexts of few rows, go through
+a compiled kernel where it is wanted and supports the pool. Layers with a window, a soft cap or unequal key and value
+sizes take a plain masked path.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.engine.attention import AttentionOptions
-from workers.engine.attention.decode_kernel import DecodeKernel, Rows
+from workers.engine.attention import AttentionOptions, kernel
+from workers.engine.attention.contexts import Contexts, gather
 from workers.engine.attention.sharing import shared_blocks, shared_contexts
 from workers.engine.batch import Batch, Span, as_index
+from workers.engine.kernels.threads import threads
 from workers.engine.linear import float32_is_faster
 from workers.kv.memory import KVMemory
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+KERNEL_MAX_ROWS = 64
+"""Up to so many rows, the compiled kernel attends to a context faster than PyTorch's operator."""
+UNCUT_THREADS = 1
+"""Beyond so many threads, own contexts of decoding rows are cut for them."""
 WIDEN_MIN_ROWS = 64
 """From this many rows on, attention in half precision is computed in float32 where the CPU is faster at it (1.6 times,
 measured at 600 rows of one without matrix tiles): multiplying is what costs then. It is more exact, too."""
@@ -40,35 +46,41 @@ class _Context:
 
 class TorchBackend:
     """See the module; `memory` is the pool this backend writes to and reads from. `compiled` and `shared` switch the
-    decode kernel and the grouping by shared context on; results do not depend on them beyond rounding."""
+    kernel and the grouping by shared context on; results do not depend on them beyond rounding."""
 
     def __init__(self, memory: KVMemory, compiled: bool, shared: bool) -> None:
         self._memory = memory
-        self._kernel = DecodeKernel(memory) if compiled and DecodeKernel.supports(memory) else None
+        self._compiled = compiled and kernel.supports(memory)
+        if self._compiled:
+            kernel.prepare(memory)
         self._share = shared
         self._block_size = memory.layout.block_size
         self._batch: Batch | None = None
         self._shared: list[_Context] = []
         self._own: list[_Context] = []
-        self._rows: Rows | None = None
+        self._gathered: list[Contexts] = []
         self._chunks: list[Span] = []
 
     def prepare(self, batch: Batch) -> None:
         """Group sequences by the context they share; see `Backend`."""
         self._batch = batch
-        self._shared, self._own, self._rows = [], [], None
+        self._shared, self._own, self._gathered = [], [], []
         self._chunks = [span for span in batch.spans if span.count > 1]
         shared = self._shared_tokens(batch.spans) if self._share else {}
         singles: list[Span] = []
         for span in batch.spans:
             begin, end = shared.get(span.row, 0), self._context_end(span)
-            if span.count == 1 and end > begin and self._kernel is not None:
+            if span.count == 1 and end > begin and self._compiled:
                 singles.append(span)
             elif end > begin:
                 rows = slice(span.row, span.row + span.count)
                 self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=span.count == 1))
-        if singles and self._kernel is not None:
-            self._rows = self._kernel.rows(singles, [shared.get(span.row, 0) for span in singles])
+        if singles:
+            own = [_numbers(self._slots(one.blocks, shared.get(one.row, 0), one.start + 1)) for one in singles]
+            pieces = threads() if threads() > UNCUT_THREADS else 1
+            self._gathered.append(gather(np.array([[one.row] for one in singles]), own, pieces))
+        if self._compiled and threads() == torch.get_num_threads():
+            self._own, self._shared = self._gather_small(self._own), self._gather_small(self._shared)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -83,6 +95,17 @@ class TorchBackend:
         if plain and query.device.type == "cpu":
             return self._merged(layer, query, key, value, options)
         return torch.cat([self._masked(span, query, keys, values, options) for span in batch.spans])
+
+    def _gather_small(self, contexts: list[_Context]) -> list[_Context]:
+        """Leave contexts of few rows to the kernel; gives the others."""
+        large = []
+        for one in contexts:
+            rows = _numbers(one.rows)
+            if len(rows) > KERNEL_MAX_ROWS:
+                large.append(one)
+            else:
+                self._gathered.append(gather(rows[None], [_numbers(one.slots)], threads()))
+        return large
 
     @staticmethod
     def _context_end(span: Span) -> int:
@@ -114,14 +137,15 @@ class TorchBackend:
         keys, values = self._memory.keys[layer], self._memory.values[layer]
         output = torch.zeros((total, heads, value.shape[-1]))
         lse = torch.full((total, heads), -torch.inf)
-        if self._rows is not None and self._kernel is not None:
-            index = self._rows.index
-            output[index], lse[index] = self._kernel.attend(layer, query[index], self._rows, options.scaling)
         for span in self._chunks:
             rows = slice(span.row, span.row + span.count)
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in _widened(query[rows], key[rows], value[rows]))
             part, part_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
             output[rows], lse[rows] = part[0].transpose(0, 1).float(), part_lse[0].transpose(0, 1)
+        if self._gathered:
+            scaled = query.float().mul(options.scaling).contiguous()
+            for contexts in self._gathered:
+                kernel.attend(scaled, keys, values, contexts, output, lse)
         for context in (*self._own, *self._shared):
             q, k, v = _widened(query[context.rows], keys[context.slots], values[context.slots])
             part, part_lse = _attend_all(q, k, v, options.scaling)
@@ -171,6 +195,11 @@ class TorchBackend:
             weights = torch.softmax(scores, dim=-1)[..., : stop - begin]
             parts.append(torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1))
         return torch.cat(parts).to(query.dtype)
+
+
+def _numbers(index: slice | torch.Tensor) -> np.ndarray:
+    """What the index selects."""
+    return np.arange(index.start, index.stop) if isinstance(index, slice) else index.numpy()
 
 
 def _widened(

@@ -5,27 +5,31 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from numba import config, njit
+from numba import cfunc, config, types
 
 from workers.paths import cache_dir
 
+# Rounding may be reordered, as in any matrix product, but infinities and signs are kept.
+FAST = {"reassoc", "contract", "arcp", "nsz"}
 
-def compiled(name: str, function: Callable[..., Any], **options: Any) -> Any:
-    """`function` compiled by numba without the interpreter lock, from the cache where it can be.
+
+def compiled(name: str, function: Callable[..., Any]) -> Any:
+    """`function` compiled by numba as a C function of the address of int64 numbers, from the cache where it can be.
 
     numba files a function under its source file and line and looks at no other file and at no constant that it has
     captured. So each `name`, which must tell constants apart, and each state of all kernel sources has a directory of
     its own. Where no directory can be written, it is compiled anew in every process.
     """
+    compiler = partial(cfunc, types.void(types.CPointer(types.int64)), error_model="numpy", fastmath=FAST)
     if (directory := _writable(name)) is None:
-        return njit(nogil=True, error_model="numpy", **options)(function)
+        return compiler()(function)
     before, config.CACHE_DIR = config.CACHE_DIR, str(directory)
     try:
-        return njit(nogil=True, error_model="numpy", cache=True, **options)(function)
+        return compiler(cache=True)(function)
     finally:
         config.CACHE_DIR = before
 
