@@ -41,7 +41,7 @@ class WorkerConfig(BaseModel):
     block_size: int = Field(16, ge=1, le=1024, description="tokens in a block")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output, in tokens; default: model's")
     step_tokens: int = Field(
-        256, validate_default=True, description="token budget of a step; long prompts are computed in such chunks"
+        512, validate_default=True, description="token budget of a step; long prompts are computed in such chunks"
     )
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")

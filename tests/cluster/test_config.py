@@ -24,7 +24,7 @@ def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
         ({"wrker.block_size": 3}, "did you mean worker"),
         ({"worker.block_size": 0}, "worker.block_size"),
         ({"worker.step_tokens": 15}, "worker.step_tokens: is smaller than a block of 16 tokens"),
-        ({"worker.block_size": 512}, "worker.step_tokens: is smaller than a block of 512 tokens"),
+        ({"worker.block_size": 1024}, "worker.step_tokens: is smaller than a block of 1024 tokens"),
         ({"worker.eviction": "mru"}, "worker.eviction: Input should be 'lru', 'lru-k'"),
         ({"worker.kv_memory": "1 apple"}, "'1 apple'"),
         ({"prefill.replicas": 0, "decode.replicas": 0}, "nobody would answer"),

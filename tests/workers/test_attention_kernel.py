@@ -1,6 +1,10 @@
 """The compiled attention kernels against softmax spelled out in float64."""
 
 import itertools
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -109,3 +113,41 @@ def test_products_of_any_number_of_vectors() -> None:
     """Rows that fill one to nine vectors of scores, and sizes that fill one to nine of values."""
     for seed in range(1, 10):
         check(seed, torch.float32, group=8, size=16 * seed, kv_heads=1, rows=2 * seed, lengths=[65], pieces=1)
+
+
+ROUNDS = 100
+
+
+def attend_while_others_allocate() -> None:
+    """Raises AssertionError when memory that the kernel still reads is given to others meanwhile."""
+    torch.set_num_threads(2)
+    rows, tokens, size = 16, 512, 64
+    keys, values, query = torch.randn(tokens, 3, size), torch.randn(tokens, 3, size), torch.randn(rows, 9, size) / 8
+    context, done = gather(np.arange(rows)[None], [np.arange(tokens)], 2), threading.Event()
+
+    def once() -> torch.Tensor:
+        output, lse = torch.zeros_like(query), torch.full((rows, 9), -torch.inf)
+        kernel.attend(query, keys, values, context, output, lse)
+        return output
+
+    def allocate() -> None:
+        while not done.is_set():
+            np.full(size * rows * 3, np.nan, np.float32)  # as large as the queries of a KV head
+
+    expected = once()
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        for _ in range(ROUNDS):
+            torch.testing.assert_close(once(), expected, rtol=0, atol=1e-5)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_what_the_kernel_reads_stays_its_own() -> None:
+    """In a process where all threads share one arena, so that what one of them frees goes to any other."""
+    code = "from tests.workers.test_attention_kernel import attend_while_others_allocate as run; run()"
+    environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

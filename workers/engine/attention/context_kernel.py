@@ -50,7 +50,7 @@ def _segment(
     query: Any, rows: Any, keys: Any, values: Any, slots: Any, head: int, total: Any, top: Any, mass: Any
 ) -> None:
     """One segment for one KV head."""
-    (lines, width), size = total.shape, query.shape[2]
+    lines, width = total.shape
     columns = _columns(query, rows, head, query.shape[1] // keys.shape[1], lines)
     tile, scores = np.zeros((TILE, width), np.float32), np.empty((TILE, lines), np.float32)
     shrink = np.empty(lines, np.float32)
@@ -73,9 +73,7 @@ def _segment(
 def _score(tile: Any, columns: Any, scores: Any) -> None:
     """`scores [TILE, lines] += tile [TILE, width] @ columns [size, lines]`."""
     (size, lines), width = columns.shape, tile.shape[1]
-    add_product(
-        tile.ctypes.data, width, 1, columns.ctypes.data, lines, size, scores.ctypes.data, lines, TILE, lines
-    )
+    add_product(tile.ctypes.data, width, 1, columns.ctypes.data, lines, size, scores.ctypes.data, lines, TILE, lines)
 
 
 @njit(error_model="numpy")

@@ -25,8 +25,6 @@ from workers.kv.memory import KVMemory
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 KERNEL_MAX_ROWS = 64
 """Up to so many rows, the compiled kernel attends to a context faster than PyTorch's operator."""
-UNCUT_THREADS = 1
-"""Beyond so many threads, own contexts of decoding rows are cut for them."""
 WIDEN_MIN_ROWS = 64
 """From this many rows on, attention in half precision is computed in float32 where the CPU is faster at it (1.6 times,
 measured at 600 rows of one without matrix tiles): multiplying is what costs then. It is more exact, too."""
@@ -77,8 +75,7 @@ class TorchBackend:
                 self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=span.count == 1))
         if singles:
             own = [_numbers(self._slots(one.blocks, shared.get(one.row, 0), one.start + 1)) for one in singles]
-            pieces = threads() if threads() > UNCUT_THREADS else 1
-            self._gathered.append(gather(np.array([[one.row] for one in singles]), own, pieces))
+            self._gathered.append(gather(np.array([[one.row] for one in singles]), own, threads()))
         if self._compiled and threads() == torch.get_num_threads():
             self._own, self._shared = self._gather_small(self._own), self._gather_small(self._shared)
 
