@@ -46,7 +46,10 @@ class WorkerConfig(BaseModel):
     max_running: int = Field(64, ge=1, description="sequences in a step at most")
     max_waiting: int = Field(512, ge=1, description="queue bound; beyond it the worker answers busy")
     max_overtaken: int = Field(
-        16, ge=0, description="later prompts that may be computed before a queued one because more of them is cached"
+        16,
+        ge=0,
+        description="later prompts of its tenant that may begin before a queued one, whatever the reason; as many of "
+        "anybody's while it lacks blocks",
     )
     prefix_cache: bool = Field(True, description="keep and reuse KV of earlier prompts and answers")
     eviction: Literal["lru", "lru-k", "lfu", "slru", "fifo"] = Field(

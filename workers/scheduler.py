@@ -1,44 +1,48 @@
 """Scheduler: who runs in the next step. A pure state machine over sequences and their cache.
 
 Each step has a token budget. Running sequences that only need their next token come first; what is left goes to
-prompts, in chunks, in this order:
+prompts, in chunks. Every eighth step with prompts serves them in order of arrival, whatever follows here, so that
+nobody waits for ever. The others serve them
 
-1. every eighth chunk goes to the oldest prompt, whatever follows here, so that nobody waits for ever;
-2. by priority;
-3. the tenant that was served least;
-4. within a tenant, prompts that `max_overtaken` later ones of it have gone before, oldest first;
-5. hot before warm before cold: by the share of the prompt that is cached;
-6. the order of arrival.
+1. by priority;
+2. the tenant first that was served least, compared within a priority;
+3. within a tenant, prompts that `max_overtaken` later ones of it have gone before, oldest first;
+4. hot before warm before cold: by the share of the prompt that is cached;
+5. in order of arrival.
 
 A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
-both have in common. One that cannot get its blocks lets at most `max_overtaken` others begin; one that waits for
-another's beginning lets as many of its own tenant, and any number of others. When a sequence cannot grow, the one that
-is last in line goes back to the queue, from where it resumes at its cached prefix.
+both have in common. Whatever keeps it from beginning, at most `max_overtaken` later ones of its own tenant begin
+before it. One that cannot get its blocks also lets at most as many others begin, whosever they are. When a sequence
+cannot grow, the one that is last in line goes back to the queue, from where it resumes at its cached prefix.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import numpy as np
 
 from workers.fairness import FairShare
 from workers.kv.cache import KVCache
-from workers.sequence import Sequence, Stage
+from workers.sequence import Behind, Sequence, Stage
 
 HOT, WARM = 0.75, 0.25
 """Cached shares of a prompt from which on it counts as hot, as warm."""
 WINDOW = 16
 """Queued prompts of a tenant that are looked up in the cache when the next one is chosen."""
 BY_AGE = 8
-"""Of so many chunks one goes to the oldest prompt."""
+"""Of so many steps with prompts one serves them in order of arrival."""
 MAX_PASSED = 8
 """Prompts that lack blocks, or prompts of one tenant that are to begin later, before the queue, or the tenant's part of
 it, is left alone until the next step."""
 MAX_LOOKED_AT = 32
-"""Prompts that do not begin in a step, for whatever reason, before the queue is left alone: looking costs time."""
+"""Prompts that turn out not to begin in a step, for whatever reason, before the queue is left alone: looking costs
+time. Those that are known to wait for another's beginning are not looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +64,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """Prompts that do not begin in this step: those that lack blocks, and by tenant those that had better begin
-    later."""
+    """Prompts that turn out not to begin in this step: those that lack blocks, and by tenant those that had better
+    begin later."""
 
     short: set[Sequence] = field(default_factory=set)
-    later: dict[str, set[Sequence]] = field(default_factory=dict)
+    later: defaultdict[str, set[Sequence]] = field(default_factory=lambda: defaultdict(set))
 
     @property
     def count(self) -> int:
         """All of them."""
         return len(self.short) + sum(map(len, self.later.values()))
-
-    def later_of(self, tenant: str) -> set[Sequence]:
-        """Those of a tenant that had better begin later."""
-        return self.later.get(tenant, set())
 
 
 class Scheduler:
@@ -82,10 +82,9 @@ class Scheduler:
     def __init__(self, cache: KVCache, limits: Limits) -> None:
         self._cache = cache
         self._limits = limits
-        self._share = FairShare()
+        self._shares: defaultdict[int, FairShare] = defaultdict(FairShare)
         self._arrivals = count(1)
-        self._chunks = 0
-        self._prompts: set[Sequence] = set()
+        self._prompt_steps = 0
         self._queues: dict[str, list[Sequence]] = {}
         self._heats: dict[Sequence, int] = {}
         self.running: list[Sequence] = []
@@ -99,9 +98,6 @@ class Scheduler:
         """Queue a sequence; one that was here before gets its old place."""
         self._number(sequence)
         sequence.stage = Stage.WAITING
-        if sequence not in self._prompts:
-            self._prompts.add(sequence)
-            self._share.enter(sequence.request.tenant)
         insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_seniority)
 
     def join(self, sequence: Sequence) -> None:
@@ -116,47 +112,25 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self._queues.get(sequence.request.tenant, ()):
             self._unqueue(sequence)
-        self._computed(sequence)
 
-    def schedule(self) -> tuple[list[Work], list[Sequence]]:
-        """The work of the next step and the sequences admitted for it. No work means nothing can run now."""
-        works = self._decodes()
+    def schedule(self, incoming: int = 0) -> tuple[list[Work], list[Sequence]]:
+        """The work of the next step and the sequences admitted for it. No work means nothing can run now. `incoming`
+        sequences are about to join, and have places in the running set."""
+        decodes = self._decodes()
         self._heats.clear()
+        self._wake()
         # Prompts always get something, or a full running set could keep them waiting for ever.
-        budget = max(self._limits.step_tokens - len(works), 1)
-        admitted: list[Sequence] = []
-        started = [one for one in self.running if one.remaining > 1]
-        passed = _Passed()
-        while budget > 0 and (sequence := self._next(started, passed)) is not None:
-            if sequence.stage is Stage.RUNNING:
-                started.remove(sequence)
-            elif not self._should_start(sequence, budget, works):
-                passed.later.setdefault(sequence.request.tenant, set()).add(sequence)
-                continue
-            elif not self._cache.admit(sequence, sequence.length):
-                passed.short.add(sequence)
-                continue
-            else:
-                self._unqueue(sequence)
-                sequence.stage = Stage.RUNNING
-                self.running.append(sequence)
-                admitted.append(sequence)
-                self._note_overtaking(sequence, passed)
-            work = Work(sequence, min(sequence.remaining, budget))
-            works.append(work)
-            budget -= work.count
-            self._chunks += 1
-        for work in works:
-            self._share.charge(work.sequence.request.tenant, work.count)
-            if work.count == work.sequence.remaining:
-                self._computed(work.sequence)
-        return works, admitted
+        budget = max(self._limits.step_tokens - len(decodes), 1)
+        chunks, admitted = self._chunks(budget, self._limits.max_running - len(self.running) - incoming)
+        self._prompt_steps += bool(chunks)
+        self._settle(chunks)
+        return decodes + chunks, admitted
 
     def _decodes(self) -> list[Work]:
         works = []
         for sequence in sorted(self.running, key=_seniority):
             if sequence.stage is Stage.RUNNING and sequence.remaining == 1 and self._make_room(sequence):
-                works.append(Work(sequence, 1))
+                works.append(self._work(sequence, 1))
         return works
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -174,24 +148,61 @@ class Scheduler:
 
     # --- whose prompt is next -----------------------------------------------------------------------------------
 
-    def _next(self, started: list[Sequence], passed: _Passed) -> Sequence | None:
-        """The first in line of the prompts that run and of those in the queue. Nobody is begun any more before one that
-        lacks blocks and has let enough others go first, and no other of its tenant before one that is to begin later.
-        """
-        prompts = [*started]
-        room = len(self.running) < self._limits.max_running and passed.count < MAX_LOOKED_AT
-        if room and not self._enough(passed.short):
-            for tenant, queue in self._queues.items():
-                later = passed.later_of(tenant)
-                if not self._enough(later):
-                    prompts += [one for one in queue if one not in later and one not in passed.short]
-        if not prompts:
-            return None
-        if self._chunks % BY_AGE == BY_AGE - 1:
+    def _chunks(self, budget: int, places: int) -> tuple[list[Work], list[Sequence]]:
+        """Prompts for a budget of tokens, and those of them that are admitted, at most `places`."""
+        chunks: list[Work] = []
+        admitted: list[Sequence] = []
+        started = [one for one in self.running if one.remaining > 1]
+        passed = _Passed()
+        while budget > 0:
+            queued = self._may_begin(passed) if len(admitted) < places else ()
+            if not (prompts := [*started, *queued]):
+                break
+            sequence = self._first(prompts)
+            if sequence.stage is Stage.RUNNING:
+                started.remove(sequence)
+            elif not self._should_start(sequence, budget, bool(chunks)):
+                passed.later[sequence.request.tenant].add(sequence)
+                continue
+            elif not self._cache.admit(sequence, sequence.length):
+                passed.short.add(sequence)
+                continue
+            else:
+                self._begin(sequence, passed)
+                admitted.append(sequence)
+            chunks.append(self._work(sequence, min(sequence.remaining, budget)))
+            budget -= chunks[-1].count
+        return chunks, admitted
+
+    def _may_begin(self, passed: _Passed) -> Iterator[Sequence]:
+        """The queued prompts that may begin, seen from those that did not. Nobody begins any more before one that lacks
+        blocks and has let enough others go first."""
+        patient = all(one.held_up < self._limits.max_overtaken for one in passed.short)
+        if passed.count >= MAX_LOOKED_AT or len(passed.short) >= MAX_PASSED or not patient:
+            return
+        for tenant, queue in self._queues.items():
+            later = passed.later.get(tenant, set())
+            if len(later) < MAX_PASSED:
+                yield from (one for one in self._not_overtaking(queue) if one not in later and one not in passed.short)
+
+    def _not_overtaking(self, queue: list[Sequence]) -> Iterator[Sequence]:
+        """The prompts of a tenant that do not wait for a beginning and would not go before one that was overtaken often
+        enough, and that does not rank below them."""
+        before = math.inf
+        for one in queue:
+            if one.arrival < before and one.behind is None:
+                yield one
+            if one.overtaken >= self._limits.max_overtaken:
+                before = min(before, one.arrival)
+
+    def _first(self, prompts: list[Sequence]) -> Sequence:
+        """Whose turn it is."""
+        if self._prompt_steps % BY_AGE == BY_AGE - 1:
             return min(prompts, key=lambda one: one.arrival)
         priority = max(one.request.priority for one in prompts)
+        share = self._shares[priority]
         prompts = [one for one in prompts if one.request.priority == priority]
-        tenant = min(prompts, key=lambda one: (self._share.served(one.request.tenant), one.arrival)).request.tenant
+        tenant = min(prompts, key=lambda one: (share.served(one.request.tenant), one.arrival)).request.tenant
         mine = sorted((one for one in prompts if one.request.tenant == tenant), key=lambda one: one.arrival)
         due = next((one for one in mine if one.overtaken >= self._limits.max_overtaken), None)
         return due or min(mine[:WINDOW], key=lambda one: (self._heat(one), one.arrival))
@@ -206,26 +217,23 @@ class Scheduler:
         heat = self._heats[sequence] = 0 if share >= HOT else 1 if share >= WARM else 2
         return heat
 
-    def _enough(self, passed: set[Sequence]) -> bool:
-        """Whether prompts that could not begin have let as many others go first as they have to."""
-        return len(passed) >= MAX_PASSED or any(one.held_up >= self._limits.max_overtaken for one in passed)
-
-    def _should_start(self, sequence: Sequence, budget: int, works: list[Work]) -> bool:
-        """Whether a queued sequence is better begun in this step than in a later one."""
-        missing = sequence.length - self._cache.found(sequence)
-        sliver = missing > budget < self._limits.step_tokens // 2
-        if sliver and any(work.count > 1 for work in works):
+    def _should_start(self, sequence: Sequence, budget: int, others: bool) -> bool:
+        """Whether a queued sequence is better begun in this step, in which there are chunks of others, than later."""
+        found = self._cache.found(sequence)
+        if others and sequence.length - found > budget < self._limits.step_tokens // 2:
             # It would not finish now in any case, and would only make the step's other prompts wait for it.
             return False
-        return not self._computed_by_another(sequence, sequence.length - missing)
+        sequence.behind = self._behind(sequence, found) if self._cache.reuse else None
+        return sequence.behind is None
 
-    def _computed_by_another(self, sequence: Sequence, found: int) -> bool:
-        """Whether a running prompt is about to share more of this one's beginning than is cached now."""
-        if not self._cache.reuse:
-            return False
+    def _behind(self, sequence: Sequence, found: int) -> Behind | None:
+        """A running prompt that is about to share more of this one's beginning than is cached now."""
         size = self._cache.block_size
         for other in self.running:
             if other.computed >= other.prompt_length or other.salt != sequence.salt:
+                continue
+            if other.request.priority < sequence.request.priority:
+                # Others go before that one, and would go before this one with it.
                 continue
             length = min(other.prompt_length, sequence.length - 1) // size * size
             if length <= found:
@@ -233,23 +241,27 @@ class Scheduler:
             differs = other.tokens(0, length) != sequence.tokens(0, length)
             common = int(np.argmax(differs)) // size * size if differs.any() else length
             if common > max(found, other.computed // size * size):
-                return True
-        return False
+                return Behind(other, common)
+        return None
 
-    def _note_overtaking(self, sequence: Sequence, passed: _Passed) -> None:
-        """Count who came earlier and let `sequence` begin before: because it could not begin (`held_up`), or because
-        less of it is cached, which is between prompts of a tenant and of a priority (`overtaken`)."""
-        tenant = sequence.request.tenant
-        kind = (tenant, sequence.request.priority)
-        later = passed.later_of(tenant)
-        queue = self._queues.get(tenant, [])
-        for one in {*passed.short, *later, *queue, *(other for other in self.running if other.remaining > 1)}:
-            if one.arrival >= sequence.arrival:
-                continue
-            if one in passed.short or one in later:
-                one.held_up += 1
-            elif (one.request.tenant, one.request.priority) == kind:
-                one.overtaken += 1
+    def _wake(self) -> None:
+        """Queued prompts no longer wait for beginnings that are computed, or that nobody computes any more."""
+        running = set(self.running)
+        for one in chain.from_iterable(self._queues.values()):
+            if one.behind and not (one.behind.other in running and one.behind.other.computed < one.behind.tokens):
+                one.behind = None
+
+    def _begin(self, sequence: Sequence, passed: _Passed) -> None:
+        """Move an admitted sequence to the running set, and count the earlier ones that it goes before."""
+        self._unqueue(sequence)
+        sequence.stage = Stage.RUNNING
+        for one in passed.short:
+            one.held_up += one.arrival < sequence.arrival
+        tenant, priority = sequence.request.tenant, sequence.request.priority
+        prompts = (one for one in self.running if one.remaining > 1 and one.request.tenant == tenant)
+        for one in chain(self._queues.get(tenant, ()), prompts):
+            one.overtaken += one.arrival < sequence.arrival and one.request.priority >= priority
+        self.running.append(sequence)
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
@@ -257,11 +269,20 @@ class Scheduler:
         if sequence.arrival == 0:
             sequence.arrival = next(self._arrivals)
 
-    def _computed(self, sequence: Sequence) -> None:
-        """Nothing of a prompt is left to compute, so its tenant does not compete for it any more."""
-        if sequence in self._prompts:
-            self._prompts.remove(sequence)
-            self._share.leave(sequence.request.tenant)
+    def _work(self, sequence: Sequence, tokens: int) -> Work:
+        self._shares[sequence.request.priority].charge(sequence.request.tenant, tokens)
+        return Work(sequence, tokens)
+
+    def _settle(self, chunks: list[Work]) -> None:
+        """Tell the shares who is left wanting. Whoever waits for another's beginning wants no tokens now."""
+        finished = {work.sequence for work in chunks if work.count == work.sequence.remaining}
+        queued = (one for one in chain.from_iterable(self._queues.values()) if one.behind is None)
+        started = (one for one in self.running if one.remaining > 1 and one not in finished)
+        wanting: dict[int, set[str]] = {}
+        for one in chain(queued, started):
+            wanting.setdefault(one.request.priority, set()).add(one.request.tenant)
+        for priority, share in self._shares.items():
+            share.settle(wanting.get(priority, ()))
 
     def _unqueue(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.request.tenant]

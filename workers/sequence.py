@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -20,12 +21,21 @@ class Stage(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a queued sequence waits for: that `other` has computed `tokens` tokens, which both begin with."""
+
+    other: Sequence
+    tokens: int
+
+
 class Sequence:
     """Tokens, table and progress of a request.
 
     `computed` tokens have their KV in the pool; `blocks[:shared_blocks]` belong to the radix cache (held by a pin on
     `node`), the rest to this sequence. `hand_off` sequences stop after their first output token. The scheduler numbers
-    sequences by `arrival`, and counts in `overtaken` and `held_up` how often later ones went first.
+    sequences by `arrival`, and counts later ones that begin before: in `overtaken` those of the same tenant that do not
+    rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
     """
 
     def __init__(self, request: Request, hand_off: bool = False) -> None:
@@ -35,6 +45,7 @@ class Sequence:
         self.arrival = 0
         self.overtaken = 0
         self.held_up = 0
+        self.behind: Behind | None = None
         self.prompt_length = request.prompt_tokens
         self.final_length = self.prompt_length + (0 if hand_off else request.sampling.max_tokens)
         self._tokens = np.empty(self.final_length + 1, dtype=np.int32)

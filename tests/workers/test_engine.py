@@ -468,6 +468,23 @@ def test_no_more_prompts_are_taken_over_than_may_run(tiny: Model) -> None:
     assert_idle(decode)
 
 
+def test_reservations_have_their_places_in_the_running_set(tiny: Model) -> None:
+    decode = engine(tiny, max_running=3)
+    for number in range(2):
+        decode.reserve(request(range(number, number + 20)))
+    first, second = (one.request_id for one in step(decode).reserved)
+    for number in range(3):
+        decode.add(request(range(100 + number, 120 + number)))
+    step(decode)
+    assert (decode.running, decode.waiting) == (3, 2)
+    assert decode.recompute(first, ()) == []
+    step(decode)
+    assert (decode.running, decode.waiting) == (3, 2)  # the place that it had is for one of four now
+    decode.abort(second)
+    step(decode)
+    assert (decode.running, decode.waiting) == (3, 1)
+
+
 def test_a_queue_at_its_bound_is_full(tiny: Model) -> None:
     one = engine(tiny, max_waiting=3, max_running=1)
     for _ in range(2):

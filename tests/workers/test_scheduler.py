@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.workers.world import SIZE, World
-from workers.sequence import Stage
+from workers.sequence import Sequence, Stage
 
 
 def test_decodes_come_first_and_all_of_them_run() -> None:
@@ -176,10 +176,51 @@ def test_the_bound_holds_whatever_comes(seed: int) -> None:
     world.run()
     order = list(dict.fromkeys(world.admissions))
     for place, one in enumerate(order):
-        # By heat and for want of blocks, each at most that often.
+        # All are of one tenant, so it does not matter what kept them from beginning.
         later = [other for other in order[:place] if other.arrival > one.arrival]
-        assert sum(other.request.priority <= one.request.priority for other in later) <= 3 + 3
+        assert sum(other.request.priority <= one.request.priority for other in later) <= 3
     assert set(order) == set(everybody)
+
+
+@pytest.mark.parametrize("bound", [4, 16])
+def test_one_bound_for_being_less_hot_and_for_waiting_for_a_beginning(bound: int) -> None:
+    world = World(20000, max_overtaken=bound)
+    hot = [1] * 40
+    world.send(hot)
+    world.run()
+    trunk = list(range(2000, 5000))
+    world.send([*trunk, 1], tenant="other")
+    world.step()
+    waiter = world.send([*trunk[:2000], 7])
+    later: list[Sequence] = []
+    while waiter not in world.admissions:
+        if sum(one not in world.finished for one in later) < 3:
+            later.append(world.send([*hot, 9000 + len(later)]))
+        world.step()
+    assert sum(one in world.admissions[: world.admissions.index(waiter)] for one in later) == bound
+
+
+def test_who_waited_for_a_beginning_and_then_lacks_blocks_lets_others_begin() -> None:
+    world = World(100, max_overtaken=4)
+    sending = world.add(240, 1, hand_off=True)
+    while sending.stage is not Stage.SENDING:
+        world.step()
+    trunk = list(range(2000, 2080))
+    first = world.send(trunk, tenant="trunk", priority=1)
+    world.step()
+    waiter = world.send([*trunk, *range(5000, 5200)], tenant="waiter", priority=1)
+    own = [world.add(4, 1, tenant="waiter", priority=1) for _ in range(8)]
+    while first not in world.finished:
+        world.step()
+    assert sum(one in world.admissions for one in own) == 4
+    others = [world.add(4, 1, tenant="other") for _ in range(8)]
+    for _ in range(20):
+        world.step()
+    assert waiter not in world.admissions
+    assert sum(one in world.admissions for one in others) == 4
+    world.done(sending)
+    world.run()
+    assert len(world.finished) == 1 + 1 + 1 + 8 + 8
 
 
 def test_a_higher_priority_goes_first_and_is_pushed_back_last() -> None:
@@ -273,3 +314,32 @@ def test_random_loads_finish(seed: int) -> None:
     assert all(one.generated == one.request.sampling.max_tokens for one in wanted)
     assert world.cache.available == world.cache.pool.total
     assert world.cache.counts()["pinned"] == 0
+
+
+def test_an_urgent_prompt_does_not_wait_for_a_beginning_that_less_urgent_work_computes() -> None:
+    def steps(shared: bool) -> int:
+        world = World(20000)
+        trunk = list(range(2000, 4000))
+        world.send([*trunk, 1], tenant="bulk", priority=-1)
+        world.step()
+        urgent = world.send([*(trunk[:500] if shared else range(9000, 9500)), 7], tenant="urgent", priority=5)
+        taken = 0
+        while urgent not in world.finished:
+            if len(world.queued()) < 4:
+                world.add(40, 1, tenant="usual")
+            world.step()
+            taken += 1
+        return taken
+
+    assert steps(shared=True) <= steps(shared=False)
+
+
+def test_the_oldest_prompt_gets_an_eighth_whatever_is_left_of_the_steps() -> None:
+    world = World(4000, step_tokens=256, max_running=64)
+    old, steps = world.add(4000, 1, tenant="old", priority=-1), 0
+    while old not in world.finished:
+        for _ in range(7):
+            world.add(36, 1, tenant="new")
+        world.step()
+        steps += 1
+    assert steps <= 8 * 4000 / 256

@@ -172,7 +172,8 @@ class Engine:
         """Serve reservations and decide what to compute. The plan must be run before anything else changes."""
         plan = StepPlan()
         self._serve_reservations(plan)
-        plan.works, admitted = self._scheduler.schedule()
+        incoming = sum(one.stage is Stage.INCOMING for one in self._sequences.values()) - len(self._reservations)
+        plan.works, admitted = self._scheduler.schedule(incoming)
         for sequence in admitted:
             self._count(sequence)
         for work in plan.works:
