@@ -19,6 +19,7 @@ from cluster import running
 from cluster.bench.cli import app as bench_app
 from cluster.config import ClusterConfig, load
 from cluster.errors import UserError
+from cluster.signals import interruptible, on_signals
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving on Ray."
@@ -86,7 +87,7 @@ def serve(
 
 def _serve(settings: ClusterConfig, address: str | None) -> None:
     stop: SimpleQueue[None] = SimpleQueue()
-    _on_signals(_interrupt)
+    interruptible()
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
@@ -99,12 +100,12 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     try:
         with status:
             connect(address)
-            _on_signals(_interrupt)  # Ray has installed its own
+            interruptible()  # Ray has installed its own
             cluster = Cluster(settings, path)
             cluster.start(progress=status.update)
-        _on_signals(lambda *_: stop.put(None))
+        on_signals(lambda *_: stop.put(None))
     except BaseException:
-        _on_signals(signal.SIG_IGN)
+        on_signals(signal.SIG_IGN)
         disconnect()
         raise
     until = None
@@ -115,19 +116,10 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
         healthy = healthy and _drain(cluster)
     finally:
-        _on_signals(signal.SIG_IGN)
+        on_signals(signal.SIG_IGN)
         cluster.stop(until)
         disconnect(until)
     raise typer.Exit(0 if healthy else 1)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _on_signals(handler: Any) -> None:
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, handler)
 
 
 def _wait(cluster: Any, stop: SimpleQueue[None]) -> bool:

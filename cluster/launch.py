@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from cluster.config import ClusterConfig
 from cluster.errors import UserError
 from cluster.models import served_name
 from router.gateway.actor import Gateway
+from router.view import DECODE, PREFILL
 from transfer.directory import RayDirectory
 from transfer.layout import KVLayout
 from transfer.messages import Peer, WorkerStatus
@@ -181,7 +183,8 @@ class Cluster:
             [one.start.remote(threads) for one, threads in zip(actors, self._threads, strict=True)],
             lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
         )
-        check_layouts(self._all([one.describe.remote() for one in actors]))
+        peers = self._all([one.describe.remote() for one in actors])
+        check_layouts([(role, peer) for (_, role), peer in zip(workers, peers, strict=True)])
 
     def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
         """The results of calls to all workers; `progress` hears how many have answered. Raises LaunchError with the
@@ -225,14 +228,15 @@ def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:
     return [max(1, cores // workers[name]) for name, cores in hosts]
 
 
-def check_layouts(peers: Sequence[Peer]) -> None:
-    """Raise LaunchError, naming the field, when a block of one worker's KV would mean something else on another: when
-    the model's files differ between machines, or what `auto` settings come to."""
-    first, *others = peers
-    mine = KVLayout.from_tuple(first.layout)
-    for other in others:
-        if (difference := mine.difference(KVLayout.from_tuple(other.layout))) is not None:
-            raise LaunchError(f"workers {first.name} and {other.name} cannot exchange KV blocks: {difference}")
+def check_layouts(workers: Sequence[tuple[str, Peer]]) -> None:
+    """Raise LaunchError, naming the field, when a block of a prefill worker's KV would mean something else on a decode
+    worker: when the model's files differ between machines, or what `auto` settings come to. `workers` are roles and
+    workers; those with both roles hand nothing over, so they need not fit."""
+    prefill, decode = ([peer for role, peer in workers if role == wanted] for wanted in (PREFILL, DECODE))
+    for one, other in product(prefill, decode):
+        difference = KVLayout.from_tuple(one.layout).difference(KVLayout.from_tuple(other.layout))
+        if difference is not None:
+            raise LaunchError(f"workers {one.name} and {other.name} cannot exchange KV blocks: {difference}")
 
 
 def _result(reference: Any) -> Any:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.config import ClusterConfig, load
+from cluster.signals import interruptible
 
 if TYPE_CHECKING:
     from cluster.bench.report import Report
     from cluster.bench.workload import Workload
 
 app = typer.Typer(no_args_is_help=True, help="Measure the running code.")
+app.callback()(interruptible)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Assert = Annotated[bool, typer.Option("--assert", help="exit 1 unless something was checked and every check holds")]
@@ -217,8 +219,8 @@ def peers(
     gguf: Annotated[Path | None, typer.Option(help="the same weights for llama.cpp, in bfloat16")] = None,
     transformers: Annotated[bool, typer.Option("--transformers", help="transformers' generate_batch too")] = False,
     transformers_batch: Annotated[
-        int | None, typer.Option(min=1, help="tokens in a batch of generate_batch; default: its own")
-    ] = None,
+        int, typer.Option(min=1, help="tokens in a batch of generate_batch; its own default is 8192")
+    ] = 256,
     png: Annotated[Path | None, typer.Option(help="draw the table into this file (needs matplotlib)")] = None,
     prefix: Annotated[int, typer.Option(min=1, help="tokens that the shared prompts share")] = 2000,
     query: Annotated[int, typer.Option(min=1, help="tokens of each shared prompt's own")] = 200,
@@ -235,7 +237,8 @@ def peers(
         int | None, typer.Option(min=1, help="CPU threads of the peers and of the engine alone; default: all cores")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file of the cluster to measure; default: one worker with both roles")
+        Path | None,
+        typer.Option(help="YAML file of the cluster to measure; one worker with both roles if it sets none"),
     ] = None,
     model: Model = None,
     dtype: Dtype = None,
@@ -246,22 +249,19 @@ def peers(
     client: serving behind a shared prefix, serving of different prompts, and the engines alone. What is not given is
     left out with a note, and its checks with it; what fails is a check that is missed. Servers run in what is their
     best setting on one machine: Headwater as one worker with both roles, llama.cpp with one slot for the shared prefix
-    and as many slots as requests under way for different prompts."""
+    and as many slots as requests under way for different prompts, generate_batch with small batches."""
     from cluster.bench.peers import chart
     from cluster.bench.peers.generate_batch import Transformers
     from cluster.bench.peers.llama_cpp import LlamaCpp
-    from cluster.bench.peers.run import run
+    from cluster.bench.peers.run import run, with_roles
     from cluster.bench.peers.shape import Shape
 
     if png is not None:
         chart.check_png(png)
     shape = Shape(prefix, query, prompt, output, requests, different, concurrency, context, streams, steps, rounds)
     llama = LlamaCpp(gguf, llama_server, llama_bench, llama_batched_bench, threads or len(os.sched_getaffinity(0)))
-    roles = {"prefill.replicas": 0, "decode.replicas": 0, "both.replicas": 1} if config is None else {}
-    settings = load(config, {"model.name": model, "worker.dtype": dtype, **roles})
-    report = run(
-        settings, shape, llama, Transformers(transformers_batch) if transformers or transformers_batch else None
-    )
+    settings = with_roles(_settings(config, model, dtype))
+    report = run(settings, shape, llama, Transformers(transformers_batch) if transformers else None)
     if png is not None:
         chart.draw(report, png)
     _report(report, as_json, check)

@@ -12,8 +12,8 @@ import torch
 
 from cluster.bench.alone import EngineAlone
 from cluster.bench.report import Check, Report
+from cluster.bench.sides import running
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, connect, disconnect
 from cluster.models import resolve, served_name
 from workers.engine.engine import Engine
 from workers.engine.model import Model
@@ -44,15 +44,11 @@ class _Client:
 
 def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
     """Measure engine and cluster in turns, one request at a time, on a prompt that both have seen before."""
-    model = resolve(config.model.name)
-    connect(None)
-    gateway = config.gateway.model_copy(update={"port": 0})
-    cluster = Cluster(config.model_copy(update={"gateway": gateway}), model, "bench-first-token")
-    try:
-        cluster.start()
+    with running({"first-token": config}) as clusters:
+        cluster = clusters["first-token"]
         worker = cluster.worker_config()
         torch.set_num_threads(worker.threads or torch.get_num_threads())
-        engine = EngineAlone(Engine(Model(model, worker.dtype, worker.device), worker))
+        engine = EngineAlone(Engine(Model(resolve(config.model.name), worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
         client = _Client(cluster.port, served_name(config.model.name), prompt)
@@ -62,9 +58,6 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
             if number >= 3:  # the first ones open connections and fill caches
                 through.append(with_cluster)
                 alone.append(without)
-    finally:
-        cluster.stop()
-        disconnect()
     added = (median(through) - median(alone)) * 1000
     results = {
         "engine alone": {"median first token ms": median(alone) * 1000, "worst first token ms": max(alone) * 1000},

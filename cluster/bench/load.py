@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import httpx
 
@@ -78,31 +79,35 @@ def send(
 
     Raises LoadError with the first request that fails.
     """
-    try:
-        return asyncio.run(_send(target, chats, output, concurrency, done))
-    except httpx.HTTPError as error:
-        raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
+    return asyncio.run(_send(target, chats, output, concurrency, done))
+
+
+def send_paused(target: Target, prompts: list[list[int]], output: int, pause_s: float) -> list[Timing]:
+    """Send prompts one at a time, each `pause_s` after the answer before it.
+
+    Raises LoadError with the first request that fails.
+    """
+    return asyncio.run(_send_paused(target, prompts, output, pause_s))
 
 
 def send_beside(
     target: Target,
-    chats: list[Chat],
+    prompts: list[list[int]],
     output: int,
     pause_s: float,
     other: Target,
     another: Callable[[], list[int]],
     at_once: int,
-) -> Run:
-    """Hold `chats` one at a time, `pause_s` after each, while `other` is asked `another` prompt again and again,
-    `at_once` at a time.
+) -> list[Timing]:
+    """`send_paused`, while `other` is asked `another` prompt again and again, `at_once` at a time.
 
     Raises LoadError with the first request that fails, on either side.
     """
 
-    async def both() -> Run:
+    async def both() -> list[Timing]:
         beside = asyncio.create_task(_keep_busy(other, another, output, at_once))
         await asyncio.sleep(LEAD_S)
-        measured = asyncio.create_task(_send(target, chats, output, 1, lambda: None, pause_s))
+        measured = asyncio.create_task(_send_paused(target, prompts, output, pause_s))
         try:
             await asyncio.wait([beside, measured], return_when=asyncio.FIRST_COMPLETED)
             if beside.done():
@@ -113,15 +118,11 @@ def send_beside(
                 task.cancel()
             await asyncio.gather(beside, measured, return_exceptions=True)
 
-    try:
-        return asyncio.run(both())
-    except httpx.HTTPError as error:
-        raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
+    return asyncio.run(both())
 
 
 async def _keep_busy(target: Target, another: Callable[[], list[int]], output: int, at_once: int) -> None:
-    limits = httpx.Limits(max_connections=at_once)
-    async with httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits) as client:
+    async with _client(target, at_once) as client:
 
         async def ask() -> None:
             while True:
@@ -130,12 +131,19 @@ async def _keep_busy(target: Target, another: Callable[[], list[int]], output: i
         await asyncio.gather(*(ask() for _ in range(at_once)))
 
 
-async def _send(
-    target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None], pause_s: float = 0.0
-) -> Run:
+async def _send_paused(target: Target, prompts: list[list[int]], output: int, pause_s: float) -> list[Timing]:
+    timings: list[Timing] = []
+    async with _client(target, 1) as client:
+        for prompt in prompts:
+            if timings:
+                await asyncio.sleep(pause_s)
+            timings.append(await _one(client, target, prompt, output))
+    return timings
+
+
+async def _send(target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None]) -> Run:
     gate = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits) as client:
+    async with _client(target, concurrency) as client:
 
         async def hold(chat: Chat) -> list[Timing]:
             timings: list[Timing] = []
@@ -146,7 +154,6 @@ async def _send(
                     timings.append(await _one(client, target, prompt, output))
                     prompt = prompt + list(timings[-1].answer)
                     done()
-                    await asyncio.sleep(pause_s)
             return timings
 
         start = time.perf_counter()
@@ -154,31 +161,50 @@ async def _send(
         return Run([one for chat in timings for one in chat], time.perf_counter() - start)
 
 
+def _client(target: Target, connections: int) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=connections)
+    return httpx.AsyncClient(base_url=target.url, timeout=1200, limits=limits)
+
+
 async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], output: int) -> Timing:
+    """Send one request. Raises LoadError, which names the target."""
     start = time.perf_counter()
     first = 0.0
-    wanted = {"model": target.model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-    wanted |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-    wanted |= {"user": target.user} if target.user else {}
     lines: list[str] = []
-    async with client.stream("POST", "/v1/completions", json=wanted) as answer:
-        async for line in _lines(answer):
-            if not first:
-                first = time.perf_counter() - start
-            lines.append(line)
+    try:
+        async with client.stream("POST", "/v1/completions", json=_wanted(target, prompt, output)) as answer:
+            async for line in _lines(answer):
+                if not first:
+                    first = time.perf_counter() - start
+                lines.append(line)
+    except httpx.HTTPError as error:
+        raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
     total = time.perf_counter() - start
     if answer.status_code != 200 or not lines or lines[-1] != "data: [DONE]":
-        raise LoadError(f"{answer.status_code}: {lines[-1][:300] if lines else 'an empty answer'}")
+        last = lines[-1][:300] if lines else "an empty answer"
+        raise LoadError(f"{target.url}: {answer.status_code}: {last}")
     try:
-        events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-    except ValueError as error:
-        raise LoadError(f"an event is not JSON: {error}") from None
+        timing = _timing(first, total, [json.loads(line.removeprefix("data: ")) for line in lines[:-1]])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        problem = f"not the events of a completion ({type(error).__name__}: {error})"
+        raise LoadError(f"{target.url}: {problem}: {' '.join(lines[-2:])[:300]}") from None
+    if timing.output_tokens != output:
+        raise LoadError(f"{target.url}: {timing.output_tokens} tokens came instead of {output}")
+    return timing
+
+
+def _wanted(target: Target, prompt: list[int], output: int) -> dict[str, Any]:
+    wanted = {"model": target.model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    wanted |= {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+    return wanted | ({"user": target.user} if target.user else {})
+
+
+def _timing(first: float, total: float, events: list[Any]) -> Timing:
+    """What the events of an answer say, usage in the last one. Other things raise what indexing them raises."""
     usage = events[-1]["usage"]
-    if usage["completion_tokens"] != output:
-        raise LoadError(f"{usage['completion_tokens']} tokens came instead of {output}")
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     tokens = tuple(token for event in events for one in event["choices"] for token in one.get("token_ids", ()))
-    return Timing(first, total, usage["prompt_tokens"], cached, usage["completion_tokens"], tokens)
+    return Timing(first, total, int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"]), tokens)
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
@@ -189,6 +215,6 @@ async def _lines(answer: httpx.Response) -> AsyncIterator[str]:
         *whole, rest = (rest + data).split(b"\n")
         for line in whole:
             if line.strip() and not line.startswith(b":"):
-                yield line.decode().strip()
+                yield line.decode(errors="replace").strip()
     if rest.strip():
-        yield rest.decode().strip()
+        yield rest.decode(errors="replace").strip()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -13,8 +15,9 @@ from cluster.bench.load import Run, Target, send, single
 from cluster.bench.report import Report, medians
 from cluster.bench.workload import Words, Work, Workload
 from cluster.config import ClusterConfig
-from cluster.launch import Cluster, connect, disconnect
+from cluster.launch import STOP_S, Cluster, connect, disconnect
 from cluster.models import resolve, served_name
+from cluster.signals import interruptible, on_signals
 
 REUSE, NO_REUSE = "reuse", "no reuse"
 
@@ -37,25 +40,37 @@ def compare(config: ClusterConfig, workload: Workload, both: bool) -> Report:
 
 
 @contextmanager
-def started(configs: dict[str, ClusterConfig]) -> Iterator[dict[str, Side]]:
-    """One running cluster a side, on free ports, in a Ray of their own that ends with them."""
+def running(configs: dict[str, ClusterConfig]) -> Iterator[dict[str, Cluster]]:
+    """Clusters on free ports, in a Ray of their own. All of it ends with the block, within about `STOP_S`; signals
+    interrupt the block, but not its end."""
     clusters: dict[str, Cluster] = {}
     models = {name: resolve(config.model.name) for name, config in configs.items()}
-    connect(None)
     try:
-        sides = {}
+        connect(None)
+        interruptible()  # Ray has installed its own
         for name, config in configs.items():
             free_port = config.gateway.model_copy(update={"port": 0})
             settings = config.model_copy(update={"gateway": free_port})
-            cluster = clusters[name] = Cluster(settings, models[name], f"bench-{name.replace(' ', '-')}")
-            cluster.start()
-            target = Target(cluster.url, served_name(config.model.name))
-            sides[name] = Side(target, cluster.statuses()[0].vocab_size)
-        yield sides
+            clusters[name] = Cluster(settings, models[name], f"bench-{name.replace(' ', '-')}")
+            clusters[name].start()
+        yield clusters
     finally:
+        on_signals(signal.SIG_IGN)
+        until = time.monotonic() + STOP_S
         for cluster in clusters.values():
-            cluster.stop()
-        disconnect()
+            cluster.stop(until)
+        disconnect(until)
+        interruptible()
+
+
+@contextmanager
+def started(configs: dict[str, ClusterConfig]) -> Iterator[dict[str, Side]]:
+    """One running cluster a side, as `running` starts them."""
+    with running(configs) as clusters:
+        yield {
+            name: Side(Target(one.url, served_name(one.config.model.name)), one.statuses()[0].vocab_size)
+            for name, one in clusters.items()
+        }
 
 
 def do(target: Target, work: Work, done: Callable[[], None] = lambda: None) -> Run:

@@ -3,10 +3,19 @@
 import time
 
 import httpx
+import psutil
 import ray
 
 from cluster.launch import Cluster
 from transfer.messages import WorkerStatus
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it still runs."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def statuses(cluster: Cluster) -> list[WorkerStatus]:

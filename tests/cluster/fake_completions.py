@@ -20,15 +20,16 @@ SEPARATORS = "a\u2028b\x85c"
 
 
 class FakeCompletions(ThreadingHTTPServer):
-    """Keeps the prompts that it was sent. `short` answers lack a token; `error` is an answer's body instead."""
+    """Keeps the prompts that it was sent. `short` answers lack a token; `error` is the body of a 503 instead, and
+    `body` that of a 200."""
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, port: int = 0, short: bool = False, error: bytes = b"") -> None:
+    def __init__(self, port: int = 0, short: bool = False, error: bytes = b"", body: bytes = b"") -> None:
         super().__init__(("127.0.0.1", port), _Handler)
         self.prompts: list[list[int]] = []
-        self.short, self.error = short, error
+        self.short, self.error, self.body = short, error, body
         self.busy = self.most_busy = 0
         self.lock = threading.Lock()
 
@@ -52,7 +53,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.error:
             self._answer(503, self.server.error)
         else:
-            self._answer(200, b"".join(_events(wanted, wanted["max_tokens"] - self.server.short)))
+            self._answer(200, self.server.body or b"".join(_events(wanted, wanted["max_tokens"] - self.server.short)))
         with self.server.lock:
             self.server.busy -= 1
 
@@ -85,8 +86,8 @@ def _event(data: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def fake_completions(short: bool = False, error: bytes = b"") -> Iterator[FakeCompletions]:
-    with FakeCompletions(0, short, error) as server:
+def fake_completions(short: bool = False, error: bytes = b"", body: bytes = b"") -> Iterator[FakeCompletions]:
+    with FakeCompletions(0, short, error, body) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield server
         server.shutdown()

@@ -2,25 +2,29 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from cluster.bench import tenants
 from cluster.bench.alone import EngineAlone
 from cluster.bench.batch_eval import BatchEval
 from cluster.bench.cli import app
-from cluster.bench.load import LoadError, Run, Target, Timing, send, send_beside, single
+from cluster.bench.load import LoadError, Run, Target, Timing, send, send_beside, send_paused, single
 from cluster.bench.multi_turn import LATER, MultiTurn
 from cluster.bench.no_reuse_cost import NoReuseCost
 from cluster.bench.rag import MIN_SPEEDUP, Rag
 from cluster.bench.report import Check, Figures, Report, medians, ratio
 from cluster.bench.shared_prefix import SharedPrefix
-from cluster.bench.sides import NO_REUSE, REUSE, do
+from cluster.bench.sides import NO_REUSE, REUSE, Side, do
 from cluster.bench.workload import Words, Work, Workload
+from cluster.config import ClusterConfig
 from cluster.errors import UserError
+from tests.cluster.conftest import settings
 from tests.cluster.fake_completions import FIRST_ANSWER, fake_completions
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
@@ -127,6 +131,13 @@ def test_the_default_questions_repeat_enough_for_their_bound() -> None:
 
 # The client
 
+USAGE = {"prompt_tokens": 1, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0}}
+
+
+def event(data: dict[str, object]) -> bytes:
+    """An answer of one event."""
+    return f"data: {json.dumps(data)}\n\ndata: [DONE]\n\n".encode()
+
 
 def test_a_turn_is_sent_with_everything_before_it() -> None:
     with fake_completions() as server:
@@ -164,18 +175,43 @@ def test_the_warm_up_is_sent_and_not_measured() -> None:
         ({"short": True}, "2 tokens came instead of 3"),
         ({"error": b"all busy"}, "503: all busy"),
         ({"error": b"\n"}, "503: an empty"),
+        ({"body": b"data: [DONE]\n\n"}, "not the events of a completion"),
+        ({"body": b"data: {\n\ndata: [DONE]\n\n"}, "not the events of a completion .*JSONDecodeError"),
+        ({"body": b"data: [1]\n\ndata: [DONE]\n\n"}, "not the events of a completion"),
+        ({"body": b'data: {"choices": []}\n\ndata: [DONE]\n\n'}, "KeyError: 'usage'.*: data: {\"choices\": \\[\\]}"),
+        ({"body": b'data: {"choices": [], "usage": null}\n\ndata: [DONE]\n\n'}, "TypeError"),
+        ({"body": event({"usage": {"prompt_tokens": 1, "completion_tokens": 3}})}, "KeyError: 'prompt_tokens_details'"),
+        ({"body": event({"usage": USAGE})}, "KeyError: 'choices'"),
+        ({"body": event({"usage": USAGE, "choices": ["text"]})}, "AttributeError"),
+        ({"body": b"\xff\n"}, "200: "),
     ],
 )
 def test_a_failed_request_fails_the_run(fault: dict[str, object], message: str) -> None:
-    with fake_completions(**fault) as server, pytest.raises(LoadError, match=message):  # type: ignore[arg-type]
-        send(Target(server.url, "fake"), single([[1]]), output=3, concurrency=1)
+    with fake_completions(**fault) as server:  # type: ignore[arg-type]
+        with pytest.raises(LoadError, match=message) as raised:
+            send(Target(server.url, "fake"), single([[1]]), output=3, concurrency=1)
+        assert str(raised.value).startswith(f"{server.url}: ")
+
+
+def test_pauses_stand_between_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    with fake_completions() as server:
+        monkeypatch.setattr("cluster.bench.load.asyncio.sleep", sleep)
+        timings = send_paused(Target(server.url, "fake"), [[1], [2, 2], [3]], 2, 20.0)
+    assert pauses == [20.0, 20.0]
+    assert server.prompts == [[1], [2, 2], [3]]
+    assert [one.prompt_tokens for one in timings] == [1, 2, 1]
 
 
 def test_a_load_beside_another_runs_as_long_as_the_measurement() -> None:
     with fake_completions() as server:
         quiet, loud = Target(server.url, "fake", "quiet"), Target(server.url, "fake", "loud")
-        run = send_beside(quiet, single([[1], [1]]), 2, 0.2, loud, lambda: [3], 2)
-        assert len(run.timings) == 2
+        timings = send_beside(quiet, [[1], [1]], 2, 0.2, loud, lambda: [3], 2)
+        assert len(timings) == 2
         first, last = (at for at, prompt in enumerate(server.prompts) if prompt == [1])
         assert [3] in server.prompts[:first]
         assert [3] in server.prompts[first:last]
@@ -184,8 +220,46 @@ def test_a_load_beside_another_runs_as_long_as_the_measurement() -> None:
 def test_a_load_beside_another_that_fails_ends_the_measurement() -> None:
     with fake_completions() as server, fake_completions(short=True) as broken:
         quiet, loud = Target(server.url, "fake"), Target(broken.url, "fake")
-        with pytest.raises(LoadError, match="1 tokens came instead of 2"):
-            send_beside(quiet, single([[1]] * 100), 2, 1.0, loud, lambda: [3], 2)
+        with pytest.raises(LoadError, match=f"{broken.url}: 1 tokens came instead of 2"):
+            send_beside(quiet, [[1]] * 100, 2, 1.0, loud, lambda: [3], 2)
+
+
+def test_who_cannot_be_reached_is_named() -> None:
+    with fake_completions() as gone:
+        loud = Target(gone.url, "fake")
+    with fake_completions() as server, pytest.raises(LoadError, match=f"{gone.url}: ConnectError"):
+        send_beside(Target(server.url, "fake"), [[1]] * 100, 2, 1.0, loud, lambda: [3], 2)
+
+
+def test_both_sides_of_tenants_pause_and_only_first_tokens_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A throughput would count the pauses as work."""
+    pauses: list[float] = []
+
+    def sent(seconds: float) -> list[Timing]:
+        return [Timing(seconds * number, 9.0, 4, 0, 2) for number in (1, 2, 6)]
+
+    def alone(_target: Target, _prompts: list[list[int]], _output: int, pause_s: float) -> list[Timing]:
+        pauses.append(pause_s)
+        return sent(1.0)
+
+    def beside(_target: Target, _prompts: list[list[int]], _output: int, pause_s: float, *_: object) -> list[Timing]:
+        pauses.append(pause_s)
+        return sent(1.4)
+
+    @contextmanager
+    def started(configs: dict[str, ClusterConfig]) -> Iterator[dict[str, Side]]:
+        yield {name: Side(Target("http://nowhere", "fake"), VOCABULARY) for name in configs}
+
+    monkeypatch.setattr(tenants, "send_paused", alone)
+    monkeypatch.setattr(tenants, "send_beside", beside)
+    monkeypatch.setattr(tenants, "started", started)
+    report = tenants.run(settings(), tenants.Shape(3, 4, 2, 5, 20.0, 1))
+    assert pauses == [20.0, 20.0]
+    assert report.results == {
+        tenants.ALONE: {FIRST: 2.0, "worst first token s": 6.0},
+        tenants.BESIDE: {FIRST: pytest.approx(2.8), "worst first token s": pytest.approx(8.4)},
+    }
+    assert [(check.value, check.ok) for check in report.checks] == [(pytest.approx(1.4), True)]
 
 
 # Checks and reports

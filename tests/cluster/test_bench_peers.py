@@ -2,21 +2,32 @@
 places."""
 
 import json
+import signal
+import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cluster.bench.cli import app
 from cluster.bench.load import LoadError, send, single
 from cluster.bench.peers.chart import check_png, draw, margin
-from cluster.bench.peers.llama_cpp import LlamaCpp, PeerError, batched_speed, bench_speed
-from cluster.bench.peers.run import Bench, Step, run
+from cluster.bench.peers.generate_batch import Transformers
+from cluster.bench.peers.llama_cpp import LlamaCpp, batched_speed, bench_speed
+from cluster.bench.peers.program import PeerError
+from cluster.bench.peers.program import run as run_program
+from cluster.bench.peers.run import Bench, Step, run, topology, with_roles
 from cluster.bench.peers.shape import FIRST, HEADWATER, LLAMA, TOKENS, TRANSFORMERS, Shape, with_ratios
 from cluster.bench.report import Check, Report
+from cluster.config import ClusterConfig, load
 from cluster.errors import UserError
 from tests.cluster import fake_completions
+from tests.cluster.checks import alive
 from tests.cluster.conftest import settings
 
 SHAPE = Shape(2000, 200, 250, 64, 16, 32, 16, 2048, 16, 64, 1)
@@ -82,8 +93,14 @@ def test_output_without_a_result_is_an_error() -> None:
     for output in ("", "[]", "{}", "main: failed"):
         with pytest.raises(PeerError, match="llama-bench printed no result"):
             bench_speed(output)
-    with pytest.raises(PeerError, match="llama-batched-bench printed no result: main: failed"):
-        batched_speed("main: failed\n")
+    for output in (
+        "main: failed\n",
+        "{\nmain: failed\n",
+        '{"pl": 16}\nmain: failed\n',
+        '{"speed_tg": null}\nmain: failed',
+    ):
+        with pytest.raises(PeerError, match="llama-batched-bench printed no result: main: failed"):
+            batched_speed(output)
 
 
 def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
@@ -93,6 +110,64 @@ def test_a_program_that_fails_says_why(tmp_path: Path) -> None:
         llama.prefill(64)
     with pytest.raises(PeerError, match="did not start: error: no such model"), llama.serving(1, 64):
         pass
+
+
+def test_a_program_that_is_killed_or_none_says_so(tmp_path: Path) -> None:
+    killed = program(tmp_path / "killed", "echo loading >&2; kill -9 $$")
+    with pytest.raises(PeerError, match="killed was ended by SIGKILL: loading"):
+        run_program([killed])
+    (tmp_path / "none").write_bytes(b"\x7fELF")
+    (tmp_path / "none").chmod(0o755)
+    none = str(tmp_path / "none")
+    with pytest.raises(PeerError, match="none cannot be run: "):
+        run_program([none])
+    with pytest.raises(PeerError, match="cannot be run: "), LlamaCpp(Path("m"), none, None, None, 2).serving(1, 64):
+        pass
+
+
+def test_generate_batch_computes_in_another_process(tiny: Path) -> None:
+    """This one has threads of its own that compute, which would take OpenMP's helpers from it."""
+    prompts, before = [[1, 2, 3], [1, 2, 4, 5]], set(threading.enumerate())
+    allocated = torch.get_num_threads()
+    assert Transformers(64).output_tokens_per_s(tiny, "float32", "cpu", allocated + 1, prompts, 3) > 0
+    assert torch.get_num_threads() == allocated
+    assert set(threading.enumerate()) <= before
+
+
+def test_generate_batch_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(PeerError, match=r"^generate_batch failed: .*Error: .*config\.json"):
+        Transformers(64).output_tokens_per_s(tmp_path, "float32", "cpu", 1, [[1]], 2)
+
+
+def test_generate_batch_is_not_left_behind(tiny: Path) -> None:
+    """Whether who asked is interrupted, or killed and cannot do anything any more."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        asks = subprocess.Popen([sys.executable, "-c", ASK_FOR_MUCH, str(tiny)], stderr=subprocess.DEVNULL)
+        computing = first_child(asks.pid)
+        asks.send_signal(number)
+        assert asks.wait(10) == -number
+        until = time.monotonic() + 60
+        while alive(computing):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+
+ASK_FOR_MUCH = """
+import sys
+from cluster.bench.peers.generate_batch import Transformers
+Transformers(64).output_tokens_per_s(sys.argv[1], "float32", "cpu", 1, [[1, 2, 3]], 1900)
+"""
+
+
+def first_child(pid: int) -> psutil.Process:
+    """The process that this one has started, when it has begun."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        for one in psutil.Process(pid).children():
+            if "cluster.bench.peers.generate_batch" in one.cmdline():
+                return one
+        time.sleep(0.05)
+    raise AssertionError("no process was started")
 
 
 def test_a_server_is_started_and_stopped(llama: LlamaCpp) -> None:
@@ -117,11 +192,12 @@ def test_what_is_missing_is_named(tiny: Path, tmp_path: Path, llama: LlamaCpp) -
     }
 
 
+@pytest.mark.parametrize("failure", [PeerError("it fell over"), LoadError("it fell over")])
 def test_a_peer_that_fails_is_a_check_that_is_missed(
-    tiny: Path, llama: LlamaCpp, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, llama: LlamaCpp, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     def fail(_: int) -> dict[str, float]:
-        raise PeerError("it fell over")
+        raise failure
 
     mine = results(1.01)[HEADWATER]
     steps = [Step(HEADWATER, "serving", None, lambda _: mine), Step(LLAMA, "llama-bench", None, fail)]
@@ -133,6 +209,44 @@ def test_a_peer_that_fails_is_a_check_that_is_missed(
         "llama.cpp, llama-bench, left out: it fell over",
         "transformers, generate_batch, left out: --transformers was not given",
     ]
+
+
+def test_the_report_says_what_was_measured(tiny: Path, llama: LlamaCpp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "steps", lambda _: [Step(HEADWATER, "serving", None, lambda _: {"a": 1.0})])
+    config = settings(model__name=str(tiny), decode__replicas=2)
+    about = run(config, SHAPE, llama, Transformers(64)).config
+    assert (about["workers"], about["transformers_batch"]) == ("1 prefill + 2 decode", 64)
+    about = run(with_roles(settings(model__name=str(tiny))), SHAPE, llama, transformers=None).config
+    assert about["workers"] == "1 both"
+    assert "transformers_batch" not in about
+
+
+def test_one_worker_does_both_where_nobody_says_otherwise(tmp_path: Path) -> None:
+    def workers(file: str, **environ: str) -> str:
+        (tmp_path / "cluster.yaml").write_text(file)
+        return topology(with_roles(load(tmp_path / "cluster.yaml", {}, environ)))
+
+    assert workers("") == "1 both"
+    assert workers("worker: {kv_memory: 32MiB}") == "1 both"
+    assert workers("", HEADWATER__WORKER__KV_MEMORY="32MiB") == "1 both"
+    assert workers("prefill: {replicas: 2}") == "2 prefill + 1 decode"
+    assert workers("", HEADWATER__PREFILL__REPLICAS="3") == "3 prefill + 1 decode"
+    assert workers("both: {replicas: 1}") == "1 prefill + 1 decode + 1 both"
+
+
+def test_what_the_flags_ask_for_is_measured(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Transformers | None]] = []
+
+    def run(config: ClusterConfig, _shape: Shape, _llama: LlamaCpp, transformers: Transformers | None) -> Report:
+        asked.append((topology(config), transformers))
+        return Report({}, {HEADWATER: {}}, [])
+
+    monkeypatch.setattr("cluster.bench.peers.run.run", run)
+    monkeypatch.setenv("HEADWATER__DECODE__REPLICAS", "2")
+    CliRunner().invoke(app, ["peers", f"--model={tiny}"], catch_exceptions=False)
+    monkeypatch.delenv("HEADWATER__DECODE__REPLICAS")
+    CliRunner().invoke(app, ["peers", f"--model={tiny}", "--transformers"], catch_exceptions=False)
+    assert asked == [("1 prefill + 2 decode", None), ("1 both", Transformers(256))]
 
 
 def results(better: float) -> dict[str, dict[str, float]]:
@@ -208,5 +322,6 @@ def test_peers(tiny: Path, tmp_path: Path, llama: LlamaCpp, monkeypatch: pytest.
         "headwater / transformers",
     ]
     assert len(report["checks"]) == 6
+    assert (report["config"]["workers"], report["config"]["transformers_batch"]) == ("1 both", 64)
     assert report["notes"] == ["llama.cpp, llama-batched-bench, left out: --llama-batched-bench was not given"]
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")

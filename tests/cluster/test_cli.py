@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ import pytest
 import ray
 from transformers import BertConfig
 
+from tests.cluster.checks import alive
 from tests.cluster.conftest import free_port
 
 HEADWATER = [str(Path(sys.executable).parent / "headwater")]
@@ -63,7 +65,7 @@ class Served:
         return self.process.wait(20), time.monotonic() - start
 
     def left_over(self) -> list[psutil.Process]:
-        return [one for one in self.children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        return [one for one in self.children if alive(one)]
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,40 @@ def test_ctrl_c_stops_everything_in_time(tiny: Path) -> None:
     assert code == 0
     assert seconds < 10
     assert served.left_over() == []
+
+
+def test_a_stopped_benchmark_leaves_no_process(tiny: Path) -> None:
+    sizes = ("--prefix", "64", "--query", "8", "--requests", "5000", "--concurrency", "1")
+    bench = subprocess.Popen(
+        [*HEADWATER, "bench", "shared-prefix", "--model", str(tiny), *sizes],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "HEADWATER__WORKER__KV_MEMORY": "32MiB"},
+        text=True,
+    )
+    try:
+        children = children_with(bench, "ray::Gateway")
+        start = time.monotonic()
+        bench.send_signal(signal.SIGTERM)
+        output, _ = bench.communicate(timeout=20)
+    finally:
+        bench.kill()
+    assert bench.returncode == 130, output
+    assert "SIGTERM received" not in output  # Ray's own account of a crash
+    assert time.monotonic() - start < 10
+    assert [one for one in children if alive(one)] == []
+
+
+def children_with(process: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+    """All processes below this one, when there is one of this name."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        found = psutil.Process(process.pid).children(recursive=True)
+        with suppress(psutil.Error):
+            if any(one.cmdline()[:1] == [name] for one in found):
+                return found
+        time.sleep(0.1)
+    raise AssertionError(f"no {name}")
 
 
 def test_start_up_errors_are_one_line(tiny: Path, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ def peer(name: str, layout: KVLayout) -> Peer:
 
 
 def test_workers_whose_blocks_mean_the_same_fit_whatever_their_pools_hold() -> None:
-    check_layouts([peer("a", LAYOUT)])
-    check_layouts([peer("a", LAYOUT), peer("b", replace(LAYOUT, num_blocks=99)), peer("c", LAYOUT)])
+    larger = replace(LAYOUT, num_blocks=99)
+    check_layouts([("prefill", peer("a", LAYOUT)), ("decode", peer("b", larger)), ("decode", peer("c", LAYOUT))])
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,23 @@ def test_workers_whose_blocks_mean_the_same_fit_whatever_their_pools_hold() -> N
 )
 def test_workers_that_cannot_exchange_blocks_are_a_start_error(change: dict[str, object], says: str) -> None:
     other = replace(LAYOUT, **change)  # type: ignore[arg-type]
+    workers = [("prefill", peer("a", LAYOUT)), ("decode", peer("b", LAYOUT)), ("decode", peer("c", other))]
     with pytest.raises(LaunchError, match=f"workers a and c cannot exchange KV blocks: {says}"):
-        check_layouts([peer("a", LAYOUT), peer("b", LAYOUT), peer("c", other)])
+        check_layouts(workers)
+
+
+def test_every_prefill_worker_must_fit_every_decode_worker() -> None:
+    other = replace(LAYOUT, dtype="float32")
+    workers = [("prefill", peer("a", LAYOUT)), ("prefill", peer("b", other)), ("decode", peer("c", LAYOUT))]
+    with pytest.raises(LaunchError, match="workers b and c cannot exchange KV blocks: dtype: float32 here"):
+        check_layouts(workers)
+
+
+def test_workers_with_both_roles_need_not_fit() -> None:
+    """They hand nothing over."""
+    other = replace(LAYOUT, dtype="float32")
+    check_layouts([("both", peer("a", LAYOUT)), ("both", peer("b", other))])
+    check_layouts([("prefill", peer("a", LAYOUT)), ("decode", peer("b", LAYOUT)), ("both", peer("c", other))])
 
 
 def test_workers_of_one_machine_share_its_cores() -> None:

@@ -195,9 +195,11 @@ class LateWrites:
 
 
 class House:
-    """A prefill worker `p`, a decode worker `d` and a gateway `g` in one event loop."""
+    """A prefill worker `p`, a decode worker `d` and a gateway `g` in one event loop. `loaders` are the threads in which
+    the workers have loaded the model."""
 
     def __init__(self, model: Path) -> None:
+        self.loaders: list[threading.Thread] = []
         self.loop = asyncio.new_event_loop()
         self.calls = Calls(self.loop)
         self.model = model
@@ -222,6 +224,13 @@ class House:
     async def begin(self, name: str) -> Worker:
         """Start a worker, or its next life."""
         made = Worker(name, name, self.model, "tiny", SETTINGS, QUICK, self.calls)
+        load = made._load
+
+        def loading(threads: int | None) -> None:
+            self.loaders.append(threading.current_thread())
+            load(threads)
+
+        made._load = loading  # type: ignore[method-assign]
         await made.start()
         self.calls.live(name, made)
         transport = made._transfer_loop.transport
@@ -370,12 +379,10 @@ def test_prompts_are_handed_over(house: House) -> None:
     assert house.run(scenario()) == ["right"] * len(LENGTHS)
 
 
-@pytest.mark.usefixtures("house")
-def test_only_engine_threads_keep_helpers() -> None:
+def test_only_engine_threads_keep_helpers(house: House) -> None:
     """A thread that loaded a model and lived on would make OpenMP's helpers sleep after every operator."""
-    names = {thread.name for thread in threading.enumerate()}
-    assert "engine" in names
-    assert not any(name.startswith("load") for name in names)
+    assert house.loaders
+    assert not any(thread.is_alive() for thread in house.loaders)
 
 
 def only(wanted: str, become: Call) -> Rule:

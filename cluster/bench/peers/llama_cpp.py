@@ -17,16 +17,12 @@ from typing import Any
 import httpx
 
 from cluster.bench.load import Target
+from cluster.bench.peers.program import PeerError, last_line, run
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
-RUN_TIMEOUT_S = 1800.0
 REPETITIONS = 3
 """Of a `llama-bench` measurement; it reports their mean."""
-
-
-class PeerError(Exception):
-    """A peer's program failed; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +70,16 @@ class LlamaCpp:
 
     def prefill(self, tokens: int) -> float:
         """Prompt tokens a second. Raises PeerError."""
-        return bench_speed(_run(self.prefill_command(tokens)))
+        return bench_speed(run(self.prefill_command(tokens)))
 
     def decode(self, context: int, steps: int) -> float:
         """Tokens a second of one stream. Raises PeerError."""
-        return bench_speed(_run(self.decode_command(context, steps)))
+        return bench_speed(run(self.decode_command(context, steps)))
 
     def batched_decode(self, context: int, streams: int, steps: int) -> float:
         """Tokens a second of all streams, with the better of the two layouts of its KV. Raises PeerError."""
         commands = [self.batched_command(context, streams, steps, unified) for unified in (True, False)]
-        return max(batched_speed(_run(command)) for command in commands)
+        return max(batched_speed(run(command)) for command in commands)
 
     @contextmanager
     def serving(self, slots: int, context: int) -> Iterator[Target]:
@@ -91,12 +87,15 @@ class LlamaCpp:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = int(listener.getsockname()[1])
         with tempfile.TemporaryFile("w+", errors="replace") as log:
-            process = subprocess.Popen(self.server_command(port, slots, context), stdout=log, stderr=log)
+            try:
+                process = subprocess.Popen(self.server_command(port, slots, context), stdout=log, stderr=log)
+            except OSError as error:
+                raise PeerError(f"llama.cpp's server cannot be run: {error.strerror}") from None
             try:
                 target = Target(f"http://127.0.0.1:{port}", "llama.cpp")
                 if not _healthy(process, target):
                     log.seek(0)
-                    raise PeerError(f"llama.cpp's server did not start: {_last_line(log.read())}")
+                    raise PeerError(f"llama.cpp's server did not start: {last_line(log.read())}")
                 yield target
             finally:
                 process.terminate()
@@ -115,26 +114,16 @@ def bench_speed(output: str) -> float:
     try:
         return float(json.loads(output)[0]["avg_ts"])
     except (ValueError, LookupError, TypeError):
-        raise PeerError(f"llama-bench printed no result: {_last_line(output)}") from None
+        raise PeerError(f"llama-bench printed no result: {last_line(output)}") from None
 
 
 def batched_speed(output: str) -> float:
     """Tokens a second of the decode phase from `llama-batched-bench --output-format jsonl`. Raises PeerError."""
-    for line in output.splitlines():
-        if line.lstrip().startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return float(found["speed_tg"])
-    raise PeerError(f"llama-batched-bench printed no result: {_last_line(output)}")
-
-
-def _run(command: list[str]) -> str:
+    objects = [line for line in output.splitlines() if line.lstrip().startswith("{")]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=RUN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise PeerError(f"{Path(command[0]).name} took over {RUN_TIMEOUT_S:.0f} s") from None
-    if done.returncode != 0:
-        raise PeerError(f"{Path(command[0]).name} failed: {_last_line(done.stderr or done.stdout)}")
-    return done.stdout
+        return float(json.loads(objects[0])["speed_tg"])
+    except (ValueError, LookupError, TypeError):
+        raise PeerError(f"llama-batched-bench printed no result: {last_line(output)}") from None
 
 
 def _healthy(process: subprocess.Popen[Any], target: Target) -> bool:
@@ -148,8 +137,3 @@ def _healthy(process: subprocess.Popen[Any], target: Target) -> bool:
             pass
         time.sleep(0.1)
     return False
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1].strip()[:300] if lines else "it said nothing"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -11,12 +12,13 @@ from transformers import AutoConfig
 from cluster.bench import engine
 from cluster.bench.load import LoadError, Run, Target
 from cluster.bench.peers.generate_batch import Transformers
-from cluster.bench.peers.llama_cpp import LlamaCpp, PeerError
+from cluster.bench.peers.llama_cpp import LlamaCpp
+from cluster.bench.peers.program import PeerError
 from cluster.bench.peers.shape import FIRST, HEADWATER, LLAMA, TOKENS, TRANSFORMERS, Shape, with_ratios
 from cluster.bench.report import Check, Figures, Report, medians
 from cluster.bench.sides import do, started
 from cluster.bench.workload import Words, Work
-from cluster.config import ClusterConfig
+from cluster.config import BothConfig, ClusterConfig, DecodeConfig, PrefillConfig
 from cluster.models import resolve, served_name
 
 
@@ -46,12 +48,27 @@ def run(config: ClusterConfig, shape: Shape, llama: LlamaCpp, transformers: Tran
         if step.missing is None:
             results.setdefault(step.side, {}).update(medians(step.rounds))
     notes = [f"{step.side}, {step.name}, left out: {step.missing}" for step in steps if step.missing]
-    about = {"model": served_name(config.model.name), "threads": llama.threads}
+    about = {"model": served_name(config.model.name), "workers": topology(config), "threads": llama.threads}
+    if transformers is not None:
+        about["transformers_batch"] = transformers.batch_tokens
     # What was asked for and failed has shown nothing, so that not everything that was asked for is shown.
     failures = [
         Check(f"{step.side}, {step.name}, ended well", 0, "", 1, at_least=True) for step in steps if step.failed
     ]
     return Report({**asdict(shape), **about}, with_ratios(results), shape.checks(results) + failures, notes)
+
+
+def with_roles(config: ClusterConfig) -> ClusterConfig:
+    """One worker with both roles, which is best on one machine, where no section sets the number of any role."""
+    if config.model_fields_set & {"prefill", "decode", "both"}:
+        return config
+    one = {"prefill": PrefillConfig(replicas=0), "decode": DecodeConfig(replicas=0), "both": BothConfig(replicas=1)}
+    return config.model_copy(update=one)
+
+
+def topology(config: ClusterConfig) -> str:
+    """The workers of each role, such as "1 prefill + 2 decode"."""
+    return " + ".join(f"{count} {role}" for role, count in Counter(role for _, role in config.workers).items())
 
 
 def _measure(step: Step, number: int) -> None:
