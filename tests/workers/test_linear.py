@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(params=[True, False], ids=["widened", "narrow"])
 def _widened(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "float32_is_faster", lambda: request.param)
+    monkeypatch.setattr(linear, "float32_is_faster", lambda _: request.param)
 
 
 def model(**changes: Any) -> tf.PreTrainedModel:
@@ -80,7 +80,7 @@ def test_what_is_not_a_plain_half_precision_layer_stays() -> None:
 
 
 def test_the_head_is_never_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "float32_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "float32_is_faster", lambda _: True)
     packed = model()
     pack(packed)
     assert packed.lm_head._product._weight is None

@@ -195,7 +195,3 @@ def test_a_row_that_is_not_finite_gives_no_token_and_spoils_no_other(temperature
     before = sample(rows, params, [1, 2, 3])
     rows[1, 4] = value
     assert sample(rows, params, [1, 2, 3]) == [before[0], sampler.NO_TOKEN, before[2]]
-
-
-def test_no_rows_are_no_tokens() -> None:
-    assert sample(torch.empty(0, VOCABULARY), [], []) == []

@@ -24,7 +24,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`input_ids` and `positions` are `[1, T]`; `slots` `[T]` says where each token's KV goes in the pool;
-    `logit_rows` lists the rows whose next token is wanted."""
+    `logit_rows` lists the last row of each span."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -35,7 +35,7 @@ class Batch:
 
 def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
     """Pack the chosen tokens of all sequences one behind the other."""
-    ids, positions, slots, spans, rows = [], [], [], [], []
+    ids, positions, slots, spans = [], [], [], []
     row = 0
     for work in works:
         sequence, count = work.sequence, work.count
@@ -47,8 +47,7 @@ def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
         slots.append(table[where // block_size] * block_size + where % block_size)
         spans.append(Span(row, count, start, table))
         row += count
-        if stop == sequence.length:
-            rows.append(row - 1)
+    rows = [span.row + span.count - 1 for span in spans]
 
     # One copy to the device for all of them.
     packed = np.concatenate([*ids, *positions, *slots, rows]).astype(np.int64)

@@ -189,24 +189,25 @@ class Engine:
             return result
         batch = build(works, self.cache.block_size, self.model.device)
         logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, self._backend)
-        ready = [work.sequence for work in works if work.sequence.computed + work.count == work.sequence.length]
         # This waits for the device, once a step: before the next one is planned into the same buffers, and before
         # blocks are offered to a peer.
-        tokens = sample(logits, [one.request.sampling for one in ready], [one.length for one in ready])
-        if not tokens:
-            self.model.synchronize()
-        for sequence, token in zip(ready, tokens, strict=True):
+        params = [work.sequence.request.sampling for work in works]
+        tokens = sample(logits, params, [work.sequence.computed + work.count for work in works])
+        ready: set[str] = set()
+        for work, token in zip(works, tokens, strict=True):
+            sequence = work.sequence
             if token == NO_TOKEN:
-                # Before its blocks of this step become the cache's: they may be spoilt.
+                # Before its blocks of this step become the cache's: they may be spoilt. A row sees all that is before
+                # it, so chunks in the middle of a prompt are checked by their last row, too.
                 self._fail(sequence, result)
-            else:
+            elif sequence.computed + work.count == sequence.length:
                 sequence.append(token)
+                ready.add(sequence.id)
         works = [work for work in works if work.sequence.stage is not Stage.FINISHED]
         for work in works:
             self._progress(work)
-        got_token = {sequence.id for sequence in ready}
         for work in works:
-            self._report(work.sequence, work.sequence.id in got_token, result)
+            self._report(work.sequence, work.sequence.id in ready, result)
         return result
 
     def drop_running(self) -> list[str]:

@@ -80,7 +80,7 @@ def pack(model: PreTrainedModel) -> None:
     groups = [(parent, group) for parent in model.modules() for group in _groups(parent, model.dtype)]
     sizes = [sum(one.weight.numel() for one in group.values()) for _, group in groups if head not in group.values()]
     # One room for all: a new one at every call would be fetched from the system page by page.
-    wide = torch.empty(max(sizes)) if sizes and float32_is_faster() else None
+    wide = torch.empty(max(sizes)) if sizes and float32_is_faster(model.dtype) else None
     for parent, group in groups:
         product = _Product(list(group.values()), None if head in group.values() else wide)
         for index, (name, linear) in enumerate(group.items()):
@@ -96,21 +96,22 @@ def _packable(dtype: torch.dtype) -> bool:
 
 
 @cache
-def float32_is_faster() -> bool:
-    """Whether this CPU multiplies many rows faster in float32, widening the weight included, than in bfloat16. Measured
-    once per process: processor flags do not tell, since some CPUs run bfloat16 at half the float32 rate."""
-    if not _packable(torch.bfloat16):
+def float32_is_faster(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies many rows faster in float32, widening the weight included, than in a half-precision
+    type. Measured once per process: processor flags do not tell, since some CPUs run bfloat16 at half the float32
+    rate."""
+    if not _packable(dtype):
         return True
     count, depth, width = _PROBE_SHAPE
-    rows = torch.zeros((count, depth), dtype=torch.bfloat16)
-    weight, wide = torch.zeros((width, depth), dtype=torch.bfloat16), torch.empty((width, depth))
+    rows = torch.zeros((count, depth), dtype=dtype)
+    weight, wide = torch.zeros((width, depth), dtype=dtype), torch.empty((width, depth))
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     narrow_s = wide_s = float("inf")
     for _ in range(_PROBE_REPEATS):
         start = time.perf_counter()
         torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
         middle = time.perf_counter()
-        functional.linear(rows.float(), wide.copy_(weight)).to(torch.bfloat16)
+        functional.linear(rows.float(), wide.copy_(weight)).to(dtype)
         narrow_s, wide_s = min(narrow_s, middle - start), min(wide_s, time.perf_counter() - middle)
     return wide_s < narrow_s
 

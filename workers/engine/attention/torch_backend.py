@@ -203,7 +203,7 @@ def _widened(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The same in float32, where that is faster; see WIDEN_MIN_ROWS."""
-    if len(query) < WIDEN_MIN_ROWS or not float32_is_faster():
+    if query.dtype == torch.float32 or len(query) < WIDEN_MIN_ROWS or not float32_is_faster(query.dtype):
         return query, keys, values
     return query.float(), keys.float(), values.float()
 
