@@ -131,7 +131,7 @@ def test_one_token_means_one_token(client: OpenAI) -> None:
 
 def test_an_end_of_sequence_as_first_token_leaves_nothing_behind(client: OpenAI, pair: Cluster, tokenizer) -> None:  # type: ignore[no-untyped-def]
     """The prefill worker sees the end itself; the decode worker's blocks must come back."""
-    filler = [{"role": "system", "content": "Be brief. " * 120}]
+    filler = [{"role": "system", "content": "Be brief. " * 180}]
     ids = tokenizer.apply_chat_template([*filler, *CHAT], add_generation_prompt=True, return_dict=False)
     assert len(ids) > pair.config.worker.step_tokens  # so that the decode worker reserves before the end is known
     answer = client.completions.create(

@@ -139,6 +139,7 @@ def test_generate_batch_that_fails_says_why(tmp_path: Path) -> None:
         Transformers(64).output_tokens_per_s(tmp_path, "float32", "cpu", 1, [[1]], 2)
 
 
+@pytest.mark.long
 def test_generate_batch_is_not_left_behind(tiny: Path) -> None:
     """Whether who asked is interrupted, or killed and cannot do anything any more."""
     for number in (signal.SIGINT, signal.SIGKILL):

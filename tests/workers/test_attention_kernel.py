@@ -83,7 +83,7 @@ SEEDS, THREADS, PIECES = st.integers(0, 1000), st.sampled_from([1, 2]), st.integ
 TYPES, LENGTHS = st.sampled_from([torch.float32, torch.bfloat16]), st.integers(1, 200)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     SEEDS, TYPES, THREADS, st.integers(1, 8), st.integers(16, 128), st.integers(1, 4), st.integers(2, 24),
     st.lists(LENGTHS, min_size=1, max_size=2), PIECES,
@@ -96,7 +96,7 @@ def test_a_context_of_several_rows(
     check(seed, dtype, group, size, kv_heads, rows, lengths, pieces)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     SEEDS, TYPES, THREADS, st.integers(1, 4),
     st.lists(LENGTHS, min_size=1, max_size=6), PIECES,

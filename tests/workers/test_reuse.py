@@ -119,12 +119,13 @@ class Logits:
         rows: dict[str, list[torch.Tensor]] = {each.request_id: [] for each in requests}
         while self.engine.has_work:
             works = self.engine.plan().works
-            ready = [work.sequence.id for work in works if work.sequence.computed + work.count == work.sequence.length]
+            ends = [(one.sequence.id, one.sequence.computed + one.count == one.sequence.length) for one in works]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(self.engine.model, "forward", self._keep)
                 self.engine.run(works)
-            for request_id, row in zip(ready, self._last, strict=True):
-                rows[request_id].append(row)
+            for (request_id, is_token), row in zip(ends, self._last, strict=True):
+                if is_token:
+                    rows[request_id].append(row)
         return [torch.stack(rows[each.request_id]) for each in requests]
 
     def _keep(self, *inputs: Any) -> torch.Tensor:
