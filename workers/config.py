@@ -59,7 +59,7 @@ class WorkerConfig(BaseModel):
         "auto", description="auto is FlashInfer on CUDA and PyTorch elsewhere"
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
-    compiled_attention: bool = Field(True, description="compiled attention for decoding, where the device has one")
+    compiled_attention: bool = Field(True, description="compiled attention where few rows see a context, on CPUs")
     threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
 
     @field_validator("step_tokens")

@@ -27,7 +27,7 @@ from itertools import chain, count
 
 import numpy as np
 
-from workers.fairness import FairShare
+from workers.fairness import CREDIT_TOKENS, FairShare
 from workers.kv.cache import KVCache
 from workers.sequence import Behind, Sequence, Stage
 
@@ -86,6 +86,7 @@ class Scheduler:
         self._arrivals = count(1)
         self._prompt_steps = 0
         self._queues: dict[str, list[Sequence]] = {}
+        self._short: set[Sequence] = set()
         self._heats: dict[Sequence, int] = {}
         self.running: list[Sequence] = []
 
@@ -108,6 +109,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, wherever it is."""
+        self._short.discard(sequence)
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self._queues.get(sequence.request.tenant, ()):
@@ -117,13 +119,13 @@ class Scheduler:
         """The work of the next step and the sequences admitted for it. No work means nothing can run now. `incoming`
         sequences are about to join, and have places in the running set."""
         decodes = self._decodes()
-        self._heats.clear()
         self._wake()
         # Prompts always get something, or a full running set could keep them waiting for ever.
         budget = max(self._limits.step_tokens - len(decodes), 1)
         chunks, admitted = self._chunks(budget, self._limits.max_running - len(self.running) - incoming)
         self._prompt_steps += bool(chunks)
         self._settle(chunks)
+        self._heats.clear()
         return decodes + chunks, admitted
 
     def _decodes(self) -> list[Work]:
@@ -166,9 +168,10 @@ class Scheduler:
                 continue
             elif not self._cache.admit(sequence, sequence.length):
                 passed.short.add(sequence)
+                self._short.add(sequence)
                 continue
             else:
-                self._begin(sequence, passed)
+                self._begin(sequence)
                 admitted.append(sequence)
             chunks.append(self._work(sequence, min(sequence.remaining, budget)))
             budget -= chunks[-1].count
@@ -177,8 +180,11 @@ class Scheduler:
     def _may_begin(self, passed: _Passed) -> Iterator[Sequence]:
         """The queued prompts that may begin, seen from those that did not. Nobody begins any more before one that lacks
         blocks and has let enough others go first."""
-        patient = all(one.held_up < self._limits.max_overtaken for one in passed.short)
-        if passed.count >= MAX_LOOKED_AT or len(passed.short) >= MAX_PASSED or not patient:
+        if passed.count >= MAX_LOOKED_AT or len(passed.short) >= MAX_PASSED:
+            return
+        due = [one for one in self._short if one.held_up >= self._limits.max_overtaken]
+        if due:
+            yield from (one for one in due if one not in passed.later[one.request.tenant] and one not in passed.short)
             return
         for tenant, queue in self._queues.items():
             later = passed.later.get(tenant, set())
@@ -224,6 +230,8 @@ class Scheduler:
             # It would not finish now in any case, and would only make the step's other prompts wait for it.
             return False
         sequence.behind = self._behind(sequence, found) if self._cache.reuse else None
+        if sequence.behind is not None:
+            self._short.discard(sequence)  # blocks are not what it lacks now
         return sequence.behind is None
 
     def _behind(self, sequence: Sequence, found: int) -> Behind | None:
@@ -232,7 +240,7 @@ class Scheduler:
         for other in self.running:
             if other.computed >= other.prompt_length or other.salt != sequence.salt:
                 continue
-            if other.request.priority < sequence.request.priority:
+            if self._ranks_below(other, sequence):
                 # Others go before that one, and would go before this one with it.
                 continue
             length = min(other.prompt_length, sequence.length - 1) // size * size
@@ -244,6 +252,13 @@ class Scheduler:
                 return Behind(other, common)
         return None
 
+    def _ranks_below(self, one: Sequence, other: Sequence) -> bool:
+        """Whether others go before `one` that would not go before `other`: by priority, or by what its tenant owes."""
+        if one.request.priority != other.request.priority:
+            return one.request.priority < other.request.priority
+        share = self._shares[one.request.priority]
+        return share.served(one.request.tenant) > share.served(other.request.tenant) + CREDIT_TOKENS
+
     def _wake(self) -> None:
         """Queued prompts no longer wait for beginnings that are computed, or that nobody computes any more."""
         running = set(self.running)
@@ -251,11 +266,12 @@ class Scheduler:
             if one.behind and not (one.behind.other in running and one.behind.other.computed < one.behind.tokens):
                 one.behind = None
 
-    def _begin(self, sequence: Sequence, passed: _Passed) -> None:
+    def _begin(self, sequence: Sequence) -> None:
         """Move an admitted sequence to the running set, and count the earlier ones that it goes before."""
         self._unqueue(sequence)
+        self._short.discard(sequence)
         sequence.stage = Stage.RUNNING
-        for one in passed.short:
+        for one in self._short:
             one.held_up += one.arrival < sequence.arrival
         tenant, priority = sequence.request.tenant, sequence.request.priority
         prompts = (one for one in self.running if one.remaining > 1 and one.request.tenant == tenant)

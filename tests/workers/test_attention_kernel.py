@@ -115,6 +115,20 @@ def test_products_of_any_number_of_vectors() -> None:
         check(seed, torch.float32, group=8, size=16 * seed, kv_heads=1, rows=2 * seed, lengths=[65], pieces=1)
 
 
+@pytest.mark.parametrize("what", ["query", "key", "value"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_what_is_spoilt_shows_in_the_result(what: str, number: float, rows: int) -> None:
+    """Whoever looks at the logits would otherwise take a plausible token for a right one."""
+    torch.manual_seed(0)
+    keys, values, query = torch.randn(70, 1, 16), torch.randn(70, 1, 16), torch.rand(rows, 3, 16)
+    {"query": query, "key": keys, "value": values}[what][0, 0] = number
+    output, lse = torch.zeros_like(query), torch.full((rows, 3), -torch.inf)
+    kernel.attend(query, keys, values, gather(np.arange(rows)[None], [np.arange(70)], 2), output, lse)
+    spoilt = ~torch.isfinite(output).all(-1)
+    assert spoilt[0, 0] if what == "query" else spoilt.all()
+
+
 ROUNDS = 100
 
 

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import model_zoo
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.batch import Batch
 from workers.engine.engine import Engine, StepResult
 from workers.engine.model import Model
 
@@ -432,53 +430,6 @@ def test_a_failed_step_drops_what_ran_and_the_next_request_works(tiny: Model, mo
     poison(one)
     assert_idle(one)
     assert answers(one, [request(range(30))]) == [expected]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_end_one_request_only(
-    tiny: Model, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
-    one = engine(tiny)
-    good, bad = request(range(20), 8), request(range(30), 8, temperature=temperature)
-    (expected,) = answers(engine(tiny), [request(range(20), 8)])
-    one.add(good)
-    one.add(bad)
-    deltas = step(one).deltas
-    forward = tiny.forward
-    monkeypatch.setattr(tiny, "forward", lambda *args: forward(*args).index_fill(0, torch.tensor([1]), torch.nan))
-    now = step(one).deltas
-    (error,) = [delta for delta in now if delta.error]
-    assert (error.request_id, error.tokens, error.error) == (bad.request_id, (), "the model's logits are not finite")
-    monkeypatch.undo()
-    deltas += now
-    finish(one, [good.request_id], deltas)
-    assert output(deltas, good.request_id) == expected
-    assert_idle(one)
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2])
-def test_what_was_spoilt_is_not_reused(tiny: Model, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    """Whichever chunk of a prompt is not finite, the next request with that prompt computes it anew."""
-    one = engine(tiny, step_tokens=2 * BLOCK)
-    prompt = range(5 * BLOCK)
-    (expected,) = answers(engine(tiny), [request(prompt, 4)])
-    bad = request(prompt, 4)
-    one.add(bad)
-    for _ in range(chunk):
-        assert not step(one).deltas
-    with monkeypatch.context() as patched:
-        patched.setattr(tiny, "forward", lambda batch, backend: _spoilt(one, batch))
-        (delta,) = step(one).deltas
-    assert (delta.request_id, delta.error) == (bad.request_id, "the model's logits are not finite")
-    assert_idle(one)
-    assert answers(one, [request(prompt, 4)]) == [expected]
-
-
-def _spoilt(one: Engine, batch: Batch) -> torch.Tensor:
-    """What a model gives whose values have become too large, in the pool as well."""
-    for part in (*one.memory.keys, *one.memory.values):
-        part[batch.slots] = torch.nan
-    return torch.full((len(batch.logit_rows), one.model.vocab_size), torch.nan)
 
 
 def test_no_more_prompts_are_taken_over_than_may_run(tiny: Model) -> None:

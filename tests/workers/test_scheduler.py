@@ -223,6 +223,28 @@ def test_who_waited_for_a_beginning_and_then_lacks_blocks_lets_others_begin() ->
     assert len(world.finished) == 1 + 1 + 1 + 8 + 8
 
 
+@pytest.mark.parametrize(("prompt", "output"), [(100, 1), (100, 8), (60, 4)])
+@pytest.mark.parametrize("kind", ["urgent", "newcomers", "another"])
+def test_a_large_prompt_gets_its_blocks_whoever_comes(kind: str, prompt: int, output: int) -> None:
+    """Others without end need blocks, too, and go before it: by priority, or because less was computed for them."""
+    world = World(100, step_tokens=32, max_running=64, max_overtaken=4)
+
+    def keep_busy(step: int) -> None:
+        while world.scheduler.waiting < 3:
+            tenant = f"new-{step}-{world.scheduler.waiting}" if kind == "newcomers" else "other"
+            world.add(prompt, output, tenant=tenant, priority=int(kind == "urgent"))
+
+    for step in range(100):
+        keep_busy(step)
+        world.step()
+    large = world.add(320, 1, tenant="large")
+    for step in range(100, 200):
+        keep_busy(step)
+        world.step()
+    assert large in world.admissions
+    assert large.held_up <= 4
+
+
 def test_a_higher_priority_goes_first_and_is_pushed_back_last() -> None:
     world = World(64)
     low, high = world.add(20, 1), world.add(20, 1, priority=2)

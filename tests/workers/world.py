@@ -65,6 +65,14 @@ class World:
                     self.done(one)
         return works
 
+    def finish(self, one: Sequence) -> int:
+        """The number of steps until a sequence is finished."""
+        steps = 0
+        while one not in self.finished:
+            self.step()
+            steps += 1
+        return steps
+
     def done(self, one: Sequence) -> None:
         self.scheduler.remove(one)
         self.cache.release(one)

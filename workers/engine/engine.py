@@ -191,7 +191,7 @@ class Engine:
         logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, self._backend)
         # This waits for the device, once a step: before the next one is planned into the same buffers, and before
         # blocks are offered to a peer.
-        params = [work.sequence.request.sampling for work in works]
+        params = [_sampling(work) for work in works]
         tokens = sample(logits, params, [work.sequence.computed + work.count for work in works])
         ready: set[str] = set()
         for work, token in zip(works, tokens, strict=True):
@@ -307,3 +307,10 @@ class Engine:
         self._scheduler.remove(sequence)
         sequence.stage = Stage.FINISHED
         return self.cache.release(sequence, quarantine)
+
+
+def _sampling(work: Work) -> SamplingParams:
+    """How the last row of a work is sampled: the cheapest way where no token is wanted and only NaNs are looked for."""
+    sequence = work.sequence
+    ends = sequence.computed + work.count == sequence.length
+    return sequence.request.sampling if ends else SamplingParams(1, temperature=0)

@@ -31,8 +31,6 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items[int]) -> list[int]:
     """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand. `NO_TOKEN` for a
     row that is not finite at its top."""
-    if not params:
-        return []
     # NaN and infinity show in the largest of a row; what is chosen from such a row would mean nothing.
     finite = torch.isfinite(logits.amax(dim=-1))
     chosen = torch.argmax(logits, dim=-1)

@@ -95,9 +95,10 @@ def soften(_: Any, scores: Any, step: Any, tokens: Any, top: Any, mass: Any, shr
 
 
 def _exp(to: Any, x: Any) -> Any:
-    """See `exp`."""
-    y = _larger(to, to.fmul(x, _constant(LOG2_E)), _constant(-126))
-    whole = _call(to, "floor", to.fadd(y, _constant(0.5)))
+    """See `exp`. NaN gives NaN, by way of `part`: what is spoilt has to show in the result."""
+    scaled, least = to.fmul(x, _constant(LOG2_E)), _constant(-126)
+    y = to.select(to.fcmp_ordered("<", scaled, least), least, scaled)
+    whole = _call(to, "floor", to.fadd(_larger(to, scaled, least), _constant(0.5)))
     part = to.fsub(y, whole)
     p = _constant(POWERS[0])
     for power in POWERS[1:]:
@@ -110,7 +111,7 @@ def _exp(to: Any, x: Any) -> Any:
 
 
 def _larger(to: Any, x: Any, y: Any) -> Any:
-    """One instruction, unlike the operation that also looks for NaNs."""
+    """One instruction, unlike the operation that also looks for NaNs; of NaN and `y`, `y`."""
     return to.select(to.fcmp_ordered(">", x, y), x, y)
 
 
