@@ -2,13 +2,14 @@
 
 Rows see disjoint sets of keys, and the partial results are merged by their log-sum-exp (as in cascade attention):
 contexts that several sequences of the batch share, each of which is read once for all of them; the sequence's own
-context; and the chunk itself, causally. Own contexts of sequences that decode, and all contexts of few rows, go through
-a compiled kernel where it is wanted and supports the pool. Layers with a window, a soft cap or unequal key and value
-sizes take a plain masked path.
+context; and the chunk itself, causally. Where a compiled kernel is wanted and supports the pool, it takes all but the
+last, and a chunk's rows by pieces: what is before a piece is context, and only the piece itself is causal. Layers with
+a window, a soft cap or unequal key and value sizes take a plain masked path.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,8 +24,9 @@ from workers.engine.linear import float32_is_faster
 from workers.kv.memory import KVMemory
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-KERNEL_MAX_ROWS = 64
-"""Up to so many rows, the compiled kernel attends to a context faster than PyTorch's operator."""
+KERNEL_ROWS = 64
+"""Rows that the compiled kernel attends for together: so many that a tile of keys is worth bringing, so few that their
+scores stay in the first-level cache. Longer chunks are taken in pieces of so many rows."""
 WIDEN_MIN_ROWS = 64
 """From this many rows on, attention in half precision is computed in float32 where the CPU is faster at it (1.6 times,
 measured at 600 rows of one without matrix tiles): multiplying is what costs then. It is more exact, too."""
@@ -57,27 +59,32 @@ class TorchBackend:
         self._shared: list[_Context] = []
         self._own: list[_Context] = []
         self._gathered: list[Contexts] = []
-        self._chunks: list[Span] = []
+        self._causal: list[tuple[slice, int]] = []
 
     def prepare(self, batch: Batch) -> None:
         """Group sequences by the context they share; see `Backend`."""
         self._batch = batch
-        self._shared, self._own, self._gathered = [], [], []
-        self._chunks = [span for span in batch.spans if span.count > 1]
+        self._shared, self._own, self._gathered, self._causal = [], [], [], []
         shared = self._shared_tokens(batch.spans) if self._share else {}
+        compiled = self._compiled and threads() == torch.get_num_threads()
         singles: list[Span] = []
         for span in batch.spans:
             begin, end = shared.get(span.row, 0), self._context_end(span)
             if span.count == 1 and end > begin and self._compiled:
                 singles.append(span)
+            elif span.count > 1:
+                step = KERNEL_ROWS if compiled else span.count
+                self._causal += _pieces(span, step)
+                self._own += self._before(span, begin, step)
             elif end > begin:
-                rows = slice(span.row, span.row + span.count)
-                self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=span.count == 1))
+                rows = slice(span.row, span.row + 1)
+                self._own.append(_Context(rows, self._slots(span.blocks, begin, end), first=True))
         if singles:
             own = [_numbers(self._slots(one.blocks, shared.get(one.row, 0), one.start + 1)) for one in singles]
             self._gathered.append(gather(np.array([[one.row] for one in singles]), own, threads()))
-        if self._compiled and threads() == torch.get_num_threads():
-            self._own, self._shared = self._gather_small(self._own), self._gather_small(self._shared)
+        if compiled:
+            self._gather([*self._own, *self._shared])
+            self._own, self._shared = [], []
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -93,16 +100,25 @@ class TorchBackend:
             return self._merged(layer, query, key, value, options)
         return torch.cat([self._masked(span, query, keys, values, options) for span in batch.spans])
 
-    def _gather_small(self, contexts: list[_Context]) -> list[_Context]:
-        """Leave contexts of few rows to the kernel; gives the others."""
-        large = []
+    def _before(self, span: Span, begin: int, step: int) -> list[_Context]:
+        """What a chunk's rows see in full, `step` rows at a time: all tokens from `begin` on that are before them."""
+        found = []
+        for row in range(0, span.count, step):
+            if (end := span.start + row) > begin:
+                rows = slice(span.row + row, span.row + min(row + step, span.count))
+                found.append(_Context(rows, self._slots(span.blocks, begin, end), first=False))
+        return found
+
+    def _gather(self, contexts: list[_Context]) -> None:
+        """Leave contexts to the kernel, those of equally many rows at a time."""
+        alike: dict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         for one in contexts:
-            rows = _numbers(one.rows)
-            if len(rows) > KERNEL_MAX_ROWS:
-                large.append(one)
-            else:
-                self._gathered.append(gather(rows[None], [_numbers(one.slots)], threads()))
-        return large
+            rows, slots = _numbers(one.rows), _numbers(one.slots)
+            for at in range(0, len(rows), KERNEL_ROWS):
+                piece = rows[at : at + KERNEL_ROWS]
+                alike[len(piece)].append((piece, slots))
+        for some in alike.values():
+            self._gathered.append(gather(np.stack([rows for rows, _ in some]), [slots for _, slots in some], threads()))
 
     @staticmethod
     def _context_end(span: Span) -> int:
@@ -134,11 +150,11 @@ class TorchBackend:
         keys, values = self._memory.keys[layer], self._memory.values[layer]
         output = torch.zeros((total, heads, value.shape[-1]))
         lse = torch.full((total, heads), -torch.inf)
-        for span in self._chunks:
-            rows = slice(span.row, span.row + span.count)
-            q, k, v = (tensor.transpose(0, 1)[None] for tensor in _widened(query[rows], key[rows], value[rows]))
-            part, part_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
-            output[rows], lse[rows] = part[0].transpose(0, 1).float(), part_lse[0].transpose(0, 1)
+        for rows, length in self._causal:
+            parts = _widened(query[rows], key[rows], value[rows])
+            q, k, v = (part.unflatten(0, (-1, length)).transpose(1, 2) for part in parts)
+            out, out_lse = _flash(q, k, v, 0.0, True, scale=options.scaling)
+            output[rows], lse[rows] = out.transpose(1, 2).flatten(0, 1).float(), out_lse.transpose(1, 2).flatten(0, 1)
         if self._gathered:
             scaled = query.float().mul(options.scaling).contiguous()
             for contexts in self._gathered:
@@ -192,6 +208,13 @@ class TorchBackend:
             weights = torch.softmax(scores, dim=-1)[..., : stop - begin]
             parts.append(torch.matmul(weights, v[:, None]).permute(2, 0, 1, 3).reshape(count, heads, -1))
         return torch.cat(parts).to(query.dtype)
+
+
+def _pieces(span: Span, step: int) -> list[tuple[slice, int]]:
+    """A chunk in pieces of `step` rows and a rest: rows, and how many there are in a piece."""
+    whole, end = span.row + span.count // step * step, span.row + span.count
+    pieces = [(slice(span.row, whole), step), (slice(whole, end), end - whole)]
+    return [(rows, length) for rows, length in pieces if rows.stop > rows.start]
 
 
 def _numbers(index: slice | torch.Tensor) -> np.ndarray:
