@@ -119,6 +119,39 @@ def test_contexts_are_shared_at_every_depth_of_the_tree() -> None:
     assert not compiled._shared
 
 
+@pytest.mark.parametrize("counts", [(192, 192), (64, 1), (200, 70, 1, 1), (129, 128)])
+def test_long_chunks_behind_a_shared_context(counts: tuple[int, ...]) -> None:
+    """Threads that merged into one row at a time would make some results wrong, and not the same ones each time."""
+    torch.manual_seed(0)
+    pool = memory(2, 16, 16, "float32", blocks=256)
+    for part in (pool.keys[0], pool.values[0]):
+        part.normal_()
+    trunk, spans, row = list(range(8)), [], 0
+    for number, count in enumerate(counts):
+        own = [20 + 40 * number + block for block in range(-(-count // 16))]
+        spans.append(Span(row, count, 128, np.array([*trunk, *own])))
+        row += count
+    slots = torch.tensor([int(one.blocks[at // 16]) * 16 + at % 16 for one in spans for at in positions(one)])
+    none = torch.zeros(1, dtype=torch.int64)
+    work = Batch(none, none, slots, spans, none)
+    query, key, value = torch.randn(row, 6, 16), pool.keys[0][slots].clone(), pool.values[0][slots].clone()
+    plain, compiled = TorchBackend(pool, False, False), TorchBackend(pool, True, True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for backend in (plain, compiled):
+            backend.prepare(work)
+        expected = plain.attend(0, query, key, value, AttentionOptions(scaling=0.25))
+        assert compiled._gathered
+        for one in compiled._gathered:
+            assert len(one.rows.unique()) == one.rows.numel()
+        for _ in range(50):
+            found = compiled.attend(0, query, key, value, AttentionOptions(scaling=0.25))
+            assert (found - expected).abs().max() < 1e-5
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_scores_of_any_size_stay_finite() -> None:
     pool = memory(1, 16, 16, "float32")
     table = np.arange(4)

@@ -83,7 +83,9 @@ class TorchBackend:
             own = [_numbers(self._slots(one.blocks, shared.get(one.row, 0), one.start + 1)) for one in singles]
             self._gathered.append(gather(np.array([[one.row] for one in singles]), own, threads()))
         if compiled:
-            self._gather([*self._own, *self._shared])
+            self._gather(self._own)
+            for one in self._shared:
+                self._gather([one])
             self._own, self._shared = [], []
 
     def attend(
@@ -110,7 +112,8 @@ class TorchBackend:
         return found
 
     def _gather(self, contexts: list[_Context]) -> None:
-        """Leave contexts to the kernel, those of equally many rows at a time."""
+        """Leave contexts to the kernel, those of equally many rows at a time. No row may be in two of them: threads
+        merge what they find into a row's result without regard to each other."""
         alike: dict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         for one in contexts:
             rows, slots = _numbers(one.rows), _numbers(one.slots)
