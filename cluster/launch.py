@@ -105,7 +105,7 @@ class Cluster:
         self._model = model
         self._name = name
         self._actors: dict[str, Any] = {}
-        self._threads: list[int] = []
+        self._cores = 1
 
     @property
     def url(self) -> str:
@@ -178,9 +178,9 @@ class Cluster:
         actors = [self._actors[name] for name, _ in workers]
         progress("starting the workers")
         hosts = self._all([one.host.remote() for one in actors])
-        self._threads = [config.threads or share for share in share_cores(hosts)]
+        self._cores = hosts[0][1]
         self._all(
-            [one.start.remote(threads) for one, threads in zip(actors, self._threads, strict=True)],
+            [one.start.remote(share) for one, share in zip(actors, share_cores(hosts), strict=True)],
             lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
         )
         peers = self._all([one.describe.remote() for one in actors])
@@ -200,8 +200,9 @@ class Cluster:
         return [_result(one) for one in calls]
 
     def worker_config(self) -> WorkerConfig:
-        """What the first worker was started with, for who wants to measure the same."""
-        return self.config.worker.model_copy(update={"threads": self._threads[0]})
+        """What the first worker has while no other computes, for who wants to measure the same."""
+        config = self.config.worker
+        return config.model_copy(update={"threads": config.threads or self._cores})
 
     def _start_gateway(self) -> None:
         gateway = (
@@ -222,8 +223,9 @@ class Cluster:
 
 
 def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:
-    """Threads for each worker, given its host and the cores that it may use there. Workers of one machine share its
-    cores: two that run at once would otherwise wait for each other's threads at every operator."""
+    """Threads for each worker while all start at once, given its host and the cores that it may use there. Two that
+    compute at once would otherwise wait for each other's threads at every operator. (Later those share the cores that
+    have something to compute, see workers/cores.py.)"""
     workers = Counter(name for name, _ in hosts)
     return [max(1, cores // workers[name]) for name, cores in hosts]
 

@@ -26,11 +26,12 @@ def collect(name: str) -> list[WorkerStatus]:
 
 def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return {"workers": [{**asdict(one), **_rates(one)} for one in statuses]}
+    return {"workers": [{**asdict(one), **_rates(one), "hidden_share": one.transfer.hidden_share} for one in statuses]}
 
 
 def as_tables(statuses: list[WorkerStatus]) -> Group:
-    """The same for people: who the workers are and what they do, then their KV blocks; each fits 80 columns."""
+    """The same for people: who the workers are and what they do, their KV blocks, and what they sent each other; each
+    fits 80 columns."""
     workers = _table("worker", "role", "node", "pid", "state", "model", "running", "waiting")
     states = ("total", "free", "cached", "pinned", "quarantined")
     blocks = _table("KV blocks", *states, "hit rate")
@@ -40,7 +41,22 @@ def as_tables(statuses: list[WorkerStatus]) -> Group:
         blocks.add_row(
             one.name, *(str(one.blocks[state]) for state in states), f"{one.cache.rates['token_hit_rate']:.1%}"
         )
-    return Group(workers, blocks)
+    return Group(workers, blocks, _transfers(statuses))
+
+
+def _transfers(statuses: list[WorkerStatus]) -> Table:
+    """What went between the workers, and what went wrong with it."""
+    table = _table("KV transfer", "sent", "hidden", "received", "MB/s", "fetched", "failed", "refused", "expired")
+    for one in statuses:
+        stats = one.transfer
+        sizes = (
+            f"{stats.sent_bytes / 1e6:.0f} MB",
+            f"{stats.hidden_share:.0%}",
+            f"{stats.received_bytes / 1e6:.0f} MB",
+        )
+        counts = (stats.fetched_blocks, stats.failed, stats.refused, stats.expired)
+        table.add_row(one.name, *sizes, f"{one.speeds.bytes_s / 1e6:.0f}", *(str(count) for count in counts))
+    return table
 
 
 def _rates(one: WorkerStatus) -> dict[str, float]:

@@ -13,6 +13,9 @@ class RouterConfig(BaseModel):
     anchor_blocks: int = Field(4, ge=1, description="blocks of a prompt's beginning that choose its home worker")
     load_bound: float = Field(1.25, gt=1, description="a worker takes no more than this times the mean load")
     load_slack_tokens: int = Field(2048, ge=0, description="load difference, in tokens, that never moves a request")
+    local_tokens: int = Field(
+        512, ge=0, description="missing prompt tokens up to which a decode worker may compute a prompt itself; 0: never"
+    )
     candidates: int = Field(3, ge=1, description="workers tried in turn while they answer busy")
     attempts: int = Field(3, ge=1, description="plans made for a request before its failure is reported")
 

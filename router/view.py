@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from router.held import Held
 from transfer.messages import WorkerStatus
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+HELD_UNKNOWN = 65_536
+"""Blocks that a worker is taken to have room for before it has said so."""
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker. `prefill_tokens` and `decodes` count this router's own requests that are under way there."""
+    """One worker. `prefill_tokens`, those to be computed, and `decodes` count this router's own requests that are under
+    way there."""
 
     name: str
     role: str
@@ -20,6 +24,7 @@ class WorkerView:
     status: WorkerStatus | None = None
     prefill_tokens: int = 0
     decodes: int = 0
+    held: Held = field(default_factory=lambda: Held(HELD_UNKNOWN))
 
 
 class View:
@@ -31,7 +36,10 @@ class View:
     def update(self, status: WorkerStatus) -> None:
         """A worker has answered."""
         worker = self.workers[status.name]
+        if worker.status is not None and worker.status.incarnation != status.incarnation:
+            worker.held.clear()
         worker.alive, worker.status = True, status
+        worker.held.limit = status.blocks["total"] if status.prefix_cache else 0
 
     def mark_dead(self, name: str) -> None:
         """A worker's process has ended; it gets nothing until it answers again."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from transfer.channel import TransportError
+import xxhash
+
+from transfer.channel import Layers, TransportError
 
 
 @dataclass(slots=True)
@@ -18,6 +21,7 @@ class _Write:
     target: str
     local: tuple[int, ...]
     remote: tuple[int, ...]
+    layers: Layers
     notify: bytes
     done: bool = False
     failed: bool = False
@@ -25,9 +29,10 @@ class _Write:
 
 @dataclass(slots=True)
 class Network:
-    """Pools by agent name (`block id → content`), writes in flight and delivered notifications."""
+    """Pools by agent name, writes in flight and delivered notifications. A pool maps a block's id to its content, which
+    can be sliced by layers: bytes, or a tuple of them."""
 
-    pools: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    pools: dict[str, dict[int, Any]] = field(default_factory=dict)
     in_flight: list[_Write] = field(default_factory=list)
     inbox: dict[str, list[tuple[str, bytes]]] = field(default_factory=dict)
     hold: bool = False
@@ -37,8 +42,9 @@ class Network:
 
     def deliver(self, write: _Write) -> None:
         """Let one write take effect, data before notification."""
+        source, target, (begin, end) = self.pools[write.source], self.pools[write.target], write.layers
         for mine, theirs in zip(write.local, write.remote, strict=True):
-            self.pools[write.target][theirs] = self.pools[write.source][mine]
+            target[theirs] = target[theirs][:begin] + source[mine][begin:end] + target[theirs][end:]
         write.done = True
         self.in_flight.remove(write)
         if write.notify:
@@ -55,6 +61,24 @@ class Network:
             self.inbox.setdefault(target, []).append((source, message))
 
 
+class LoopbackPool:
+    """The blocks of one agent on a `Network`, of `layers` layers of a byte each."""
+
+    def __init__(self, network: Network, agent: str, layers: int) -> None:
+        self._network = network
+        self._agent = agent
+        self.layers = layers
+
+    def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
+        """See `Pool`."""
+        pool, (begin, end) = self._network.pools[self._agent], layers
+        return xxhash.xxh3_64_intdigest(repr([pool[block][begin:end] for block in blocks]).encode())
+
+    def size(self, blocks: int, layers: Layers) -> int:
+        """See `Pool`."""
+        return blocks * (layers[1] - layers[0])
+
+
 class LoopbackTransport:
     """One agent on a `Network`."""
 
@@ -62,12 +86,12 @@ class LoopbackTransport:
         self._network = network
         self.agent = agent
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notify: bytes) -> _Write:
+    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], layers: Layers, notify: bytes) -> _Write:
         """Post a write; see `Transport`."""
         if self._network.fail_writes:
             self._network.fail_writes -= 1
             raise TransportError("injected write failure")
-        write = _Write(self.agent, agent, tuple(local), tuple(remote), notify)
+        write = _Write(self.agent, agent, tuple(local), tuple(remote), layers, notify)
         self._network.in_flight.append(write)
         if not self._network.hold:
             self._network.deliver(write)

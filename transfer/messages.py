@@ -87,11 +87,25 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """A worker that is believed to have the prompt's first `tokens` tokens in its cache, whole blocks of them. To fetch
+    them is expected to take `seconds`."""
+
+    worker: str
+    tokens: int
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The router's decision. `decode` is None where the prefill worker generates the whole answer itself."""
+    """The router's decision. `decode` is None where the worker `prefill` generates the whole answer itself. `fetch` is
+    where it is to copy a beginning of the prompt from. It refuses if more than `new_tokens` of the prompt would have to
+    be computed. `why` is for people."""
 
     prefill: str
     decode: str | None
+    fetch: Source | None = None
+    new_tokens: int | None = None
     why: dict[str, Any] = field(default_factory=dict)
 
 
@@ -136,7 +150,8 @@ class Reservation:
 class Manifest:
     """The last message of a transfer. It travels as the transport's notification behind the last write.
 
-    `checksums` are `(first block number, blocks, xxh3-64)` triples that cover every block that travelled.
+    `checksums` are `(first block number, blocks, first layer, layer behind the last, xxh3-64)` and cover everything
+    that travelled.
     """
 
     lease_id: str
@@ -144,7 +159,7 @@ class Manifest:
     sender_incarnation: int
     first_token: int
     cached_tokens: int
-    checksums: tuple[tuple[int, int, int], ...]
+    checksums: tuple[tuple[int, int, int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +167,8 @@ class Outcome:
     """How a worker's part of a request ended.
 
     `status`: "done" (it answered the whole request), "handed off" (a decode worker goes on), "busy" (its queue is at
-    the bound; `queued` says how long it is), "aborted", or "failed" with the reason in `error`.
+    the bound; `queued` says how long it is), "aborted", "stale" (what the caller believes of it is not so), or "failed"
+    with the reason in `error`.
     """
 
     status: str
@@ -198,7 +214,47 @@ class CacheStats:
         }
 
 
-def _share(part: int, whole: int) -> float:
+@dataclass(slots=True)
+class TransferStats:
+    """What a worker's ends of the KV channel did since the worker started.
+
+    `sent_bytes` were written by this worker, `hidden_bytes` of them before the prompt was computed to its end, and
+    `sending_s` is how long at least one write was under way. `sent`, `failed`: transfers by how they ended here.
+    `accepted`, `refused`: manifests by what was made of them; a refusal is a checksum that differs or a manifest that
+    does not fit. `fetched_blocks` came from other workers' caches. `expired` leases were asked about; `lost_blocks`
+    stay in quarantine until the worker restarts.
+    """
+
+    sent_bytes: int = 0
+    hidden_bytes: int = 0
+    sending_s: float = 0.0
+    sent: int = 0
+    failed: int = 0
+    accepted: int = 0
+    refused: int = 0
+    received_bytes: int = 0
+    fetched_blocks: int = 0
+    expired: int = 0
+    lost_blocks: int = 0
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the bytes that computing hid."""
+        return _share(self.hidden_bytes, self.sent_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
+    second in steps of some length. `handover_s`: from a first token until the decode worker has all blocks. `bytes_s`:
+    while it sends."""
+
+    prompt_tokens_s: float = 0.0
+    handover_s: float = 0.0
+    bytes_s: float = 0.0
+
+
+def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
@@ -215,9 +271,13 @@ class WorkerStatus:
     incarnation: int
     running: int
     waiting: int
+    prefix_cache: bool
     blocks: dict[str, int]
     fragmentation: float
     cache: CacheStats
+    transfer: TransferStats
+    speeds: Speeds
+    token_bytes: int
     resident_bytes: int
     block_size: int
     max_model_len: int

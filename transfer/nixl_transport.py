@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from transfer.channel import TransportError
+from transfer import ucx
+from transfer.channel import Layers, TransportError
+from transfer.config import TransferConfig
 from transfer.layout import KVLayout
 from transfer.messages import Peer
 
@@ -25,6 +28,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 
 @dataclass(frozen=True, slots=True)
 class _Remote:
+    peer: Peer
     blocks: int
     descriptors: Any
 
@@ -35,28 +39,61 @@ def _descriptor_rows(base: int, device: int, layout: KVLayout) -> np.ndarray:
     return np.array(rows, dtype=np.uint64)
 
 
-def _indices(blocks: Sequence[int], regions: int, num_blocks: int) -> np.ndarray:
-    """Descriptor numbers of these blocks in every region, region by region."""
-    offsets = np.arange(regions, dtype=np.int32)[:, None] * num_blocks
+def _indices(blocks: Sequence[int], layers: Layers, num_blocks: int) -> np.ndarray:
+    """Descriptor numbers of these blocks in every region of the layers, region by region."""
+    begin, end = layers
+    offsets = np.arange(2 * begin, 2 * end, dtype=np.int32)[:, None] * num_blocks
     return (offsets + np.asarray(blocks, dtype=np.int32)[None, :]).ravel()
 
 
-class NixlTransport:
-    """A NIXL agent over one pool. `agent` must be unique in the cluster, for every life of a worker."""
+def agent_name(worker: str, incarnation: int) -> str:
+    """A name for one life of a worker that no other has, not even in another cluster that started at the same time."""
+    return f"{worker}/{incarnation}/{secrets.token_hex(4)}"
 
-    def __init__(self, agent: str, memory: torch.Tensor, layout: KVLayout, backend: str = "UCX") -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
 
-        logging.getLogger("nixl").setLevel(logging.WARNING)
+def _start_agent(name: str, config: TransferConfig) -> Any:
+    """A NIXL agent that listens where it should. Raises TransportError."""
+    if config.ports is None:
+        return _new_agent(name, config.backend)
+    address = ucx.listen_address(config)
+    while True:
+        port = ucx.free_port(config.ports, address)
+        # Never the whole range: while every port of it is taken, UCX tries them again and again without end.
+        os.environ["UCX_TCP_PORT_RANGE"] = f"{port}-{port}"
+        try:
+            return _new_agent(name, config.backend)
+        except TransportError:
+            if ucx.is_free(port, address):  # nobody was quicker, so it is not about the port
+                raise
+
+
+def _new_agent(name: str, backend: str) -> Any:
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    logging.getLogger("nixl").setLevel(logging.WARNING)
+    try:
         # NIXL's progress thread spins on a core of its own; the owner polls instead.
-        self._agent = nixl_agent(agent, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
-        if backend not in self._agent.backends:
-            raise TransportError(f"transfer.backend: NIXL has no plugin {backend!r} here")
+        agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[backend]))
+    except Exception as error:  # NIXL raises its own untyped exceptions
+        told = " ".join(f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith("UCX_"))
+        raise TransportError(
+            f"transfer.backend: NIXL cannot start {backend} with {told or 'defaults'}: {error}"
+        ) from error
+    if backend not in agent.backends:
+        raise TransportError(f"transfer.backend: NIXL has no plugin {backend!r} here")
+    return agent
+
+
+class NixlTransport:
+    """A NIXL agent over one pool. `agent` must be unique in the cluster, for every life of a worker (`agent_name`).
+    Raises TransportError when NIXL cannot start."""
+
+    def __init__(self, agent: str, memory: torch.Tensor, layout: KVLayout, config: TransferConfig) -> None:
+        self._agent = _start_agent(agent, config)
         self.agent = agent
         self._layout = layout
         self._memory = memory
         self._kind = "VRAM" if memory.is_cuda else "DRAM"
-        self._regions = len(layout.regions())
         self._registration = self._agent.register_memory([memory])
         rows = _descriptor_rows(memory.data_ptr(), self._device, layout)
         self._local = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, self._kind)
@@ -80,9 +117,14 @@ class NixlTransport:
         )
 
     def connect(self, peer: Peer) -> None:
-        """Learn how to write to a peer. Raises TransportError, naming the field, when the layouts do not fit."""
-        if peer.agent in self._remotes:
-            return
+        """Learn how to write to a peer. Raises TransportError, naming the field, when the layouts do not fit, and when
+        the peer has the agent name of another."""
+        if known := self._remotes.get(peer.agent):
+            if known.peer == peer:
+                return
+            raise TransportError(f"two peers have the agent name {peer.agent}: {known.peer.name} and {peer.name}")
+        if peer.agent == self.agent:
+            raise TransportError(f"{peer.name} has this worker's own agent name {self.agent}")
         layout = KVLayout.from_tuple(peer.layout)
         if difference := self._layout.difference(layout):
             raise TransportError(f"KV layouts of {self.agent} and {peer.agent} do not fit: {difference}")
@@ -92,7 +134,7 @@ class NixlTransport:
             descriptors = self._agent.prep_xfer_dlist(peer.agent, rows, "VRAM" if peer.on_cuda else "DRAM")
         except Exception as error:  # NIXL raises its own untyped exceptions
             raise TransportError(f"cannot connect to {peer.agent}: {error}") from error
-        self._remotes[peer.agent] = _Remote(layout.num_blocks, descriptors)
+        self._remotes[peer.agent] = _Remote(peer, layout.num_blocks, descriptors)
 
     def disconnect(self, agent: str) -> None:
         """Forget a peer whose life has ended."""
@@ -103,7 +145,7 @@ class NixlTransport:
             except Exception as error:
                 logging.getLogger(__name__).debug("disconnecting %s: %s", agent, error)
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], notify: bytes) -> Any:
+    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], layers: Layers, notify: bytes) -> Any:
         """Post a write; see `Transport`."""
         target = self._remotes.get(agent)
         if target is None:
@@ -112,9 +154,9 @@ class NixlTransport:
             handle = self._agent.make_prepped_xfer(
                 "WRITE",
                 self._local,
-                _indices(local, self._regions, self._layout.num_blocks),
+                _indices(local, layers, self._layout.num_blocks),
                 target.descriptors,
-                _indices(remote, self._regions, target.blocks),
+                _indices(remote, layers, target.blocks),
                 notify,
             )
         except Exception as error:

@@ -27,16 +27,20 @@ class PrefixChain:
 
     root: bytes
     keys: tuple[bytes, ...]
+    block_size: int
 
     @classmethod
     def of(cls, root: bytes, prompt: bytes, block_size: int) -> PrefixChain:
         """The chain of packed tokens `prompt`; a last partial block has no key."""
-        keys: list[bytes] = []
-        key, step = root, block_size * 4
-        for start in range(0, len(prompt) - step + 1, step):
-            key = hashlib.blake2b(prompt[start : start + step], digest_size=KEY_BYTES, key=key).digest()
-            keys.append(key)
-        return cls(root, tuple(keys))
+        return cls(root, (), block_size).extended(prompt)
+
+    def extended(self, tokens: bytes) -> PrefixChain:
+        """The chain of packed `tokens` that begin with those of this chain."""
+        keys, step = list(self.keys), self.block_size * 4
+        for start in range(len(keys) * step, len(tokens) - step + 1, step):
+            key = keys[-1] if keys else self.root
+            keys.append(hashlib.blake2b(tokens[start : start + step], digest_size=KEY_BYTES, key=key).digest())
+        return PrefixChain(self.root, tuple(keys), self.block_size)
 
     def anchor(self, depth: int) -> bytes:
         """The key that stands for the prompt's beginning: the one of block number `depth` or the deepest there is."""

@@ -23,17 +23,31 @@ from pathlib import Path
 import psutil
 import torch
 
+from transfer import ucx
 from transfer.channel import Accepted, Receiver, Refused, Sender
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerDead, PeerError
-from transfer.messages import Delta, Outcome, Peer, Request, Reservation, Reserve, WorkerStatus
-from transfer.nixl_transport import NixlTransport
+from transfer.messages import (
+    Delta,
+    Outcome,
+    Peer,
+    Request,
+    Reservation,
+    Reserve,
+    Source,
+    TransferStats,
+    WorkerStatus,
+)
+from transfer.nixl_transport import NixlTransport, agent_name
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, StepPlan, StepResult
+from workers.cores import Cores, shared_cores
+from workers.engine.engine import Engine, Produced, StepPlan, StepResult
 from workers.engine.model import Model
+from workers.fetch import Fetch
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.loop import Loop
+from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
 from workers.transfer import Event, TransferLoop
 
@@ -71,24 +85,32 @@ class Worker:
         self._directory = directory
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
+        self._cores: Cores | None = None
+        self._transfers = TransferStats()
+        self._speeds = SpeedMeter()
 
     async def host(self) -> tuple[str, int]:
         """The machine that this process runs on, and the cores that it may use there."""
         return socket.gethostname(), len(os.sched_getaffinity(0))
 
     async def start(self, threads: int | None = None) -> WorkerStatus:
-        """Load the model and begin to serve, on `threads` CPU threads (default: the configuration's). Raises
-        StartError, ModelUnsupported or ValueError for what cannot work."""
+        """Load the model, on `threads` CPU threads unless the configuration sets them, and begin to serve. Raises
+        StartError, TransportError, ModelUnsupported or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it. In a
         # process with more of these threads than cores, they sleep after each operator instead of spinning.
         with ThreadPoolExecutor(1, "load") as loader:
-            wanted = threads or self._config.threads
+            wanted = self._config.threads or threads
             await asyncio.get_running_loop().run_in_executor(loader, self._load, wanted)
+        if self._config.threads is None and self._engine.model.device.type == "cpu":
+            self._cores = shared_cores()
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop)
-        self._handover = HandOver(self._peer, self._front, self._directory, self._transfer_config)
-        self._takeover = TakeOver(self.name, self.incarnation, self._front, self._directory, self._transfer_config)
+        front, directory, config = self._front, self._directory, self._transfer_config
+        self._handover = HandOver(self._peer, front, directory, config, self._speeds)
+        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
+        block_size = self._engine.cache.block_size
+        self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config)
         self._engine_loop.start()
         self._transfer_loop.start()
         self._front.spawn(self._watch())
@@ -97,18 +119,19 @@ class Worker:
 
     def _load(self, threads: int | None) -> None:
         config, transfer = self._config, self._transfer_config
+        ucx.configure(transfer)  # before the model, so that a mistake is told at once
         if threads is not None:
             torch.set_num_threads(threads)
         self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
         memory = self._engine.memory
-        transport = NixlTransport(f"{self.name}/{self.incarnation}", memory.flat, memory.layout, transfer.backend)
+        transport = NixlTransport(agent_name(self.name, self.incarnation), memory.flat, memory.layout, transfer)
         self._peer = transport.describe(self.name, self.incarnation)
         self._transfer_loop = TransferLoop(
             transport,
-            Sender(transport, self.incarnation, memory.checksum, transfer.stall_s),
-            Receiver(self.incarnation, memory.checksum),
+            Sender(transport, self.incarnation, memory, transfer.stall_s, self._transfers),
+            Receiver(self.incarnation, memory, self._transfers),
             transfer.poll_interval_s,
             lambda event: self._front.from_thread(self._on_channel, event),
         )
@@ -123,6 +146,8 @@ class Worker:
         await asyncio.to_thread(self._engine_loop.stop, 5.0)
         await asyncio.to_thread(self._transfer_loop.stop, 5.0)
         self._transfer_loop.transport.close()
+        if self._cores is not None:
+            self._cores.close()
 
     async def status(self) -> WorkerStatus:
         """This worker's account of itself."""
@@ -137,9 +162,13 @@ class Worker:
             incarnation=self.incarnation,
             running=engine.running,
             waiting=engine.waiting,
+            prefix_cache=engine.cache.reuse,
             blocks=engine.cache.counts(),
             fragmentation=engine.cache.pool.fragmentation(),
             cache=replace(engine.cache.stats),
+            transfer=replace(self._transfers),
+            speeds=self._speeds.now(self._transfers),
+            token_bytes=engine.memory.layout.token_bytes,
             resident_bytes=psutil.Process().memory_info().rss,
             block_size=engine.cache.block_size,
             max_model_len=engine.max_model_len,
@@ -149,19 +178,27 @@ class Worker:
 
     # --- what gateways call -------------------------------------------------------------------------------------
 
-    async def generate(self, request: Request, decode: str | None) -> Outcome:
+    async def generate(
+        self, request: Request, decode: str | None, fetch: Source | None = None, new_tokens: int | None = None
+    ) -> Outcome:
         """Answer a request, or compute its prompt and hand it to the worker `decode`. Returns when this worker's part
-        is over; tokens go to the gateway as they come."""
+        is over; tokens go to the gateway as they come. `fetch` is where to copy a beginning of the prompt from. If more
+        than `new_tokens` of it would have to be computed, the outcome is "stale"."""
         if self._full:
             return Outcome("busy", queued=self._engine.waiting)
         outcome = asyncio.get_running_loop().create_future()
-        job = Job(request, time.monotonic() + request.timeout_s, outcome=outcome, decode=decode)
+        job = Job(request, time.monotonic() + request.timeout_s, outcome=outcome)
         self._front.jobs[job.id] = job
-        if decode is not None:
-            self._handover.begin(job)
         try:
-            await self._front.on_engine(lambda engine: engine.add(request, hand_off=decode is not None))
-            return await asyncio.wait_for(asyncio.shield(outcome), request.timeout_s)
+            await self._fetch.prepare(request, fetch)
+            if outcome.done():  # aborted meanwhile
+                return await outcome
+            job.decode = decode
+            if decode is not None:
+                self._handover.begin(job)
+            if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens)):
+                return Outcome("stale")
+            return await asyncio.wait_for(asyncio.shield(outcome), job.deadline - time.monotonic())
         except ValueError as error:
             return Outcome("failed", error=str(error))
         except asyncio.TimeoutError:
@@ -169,6 +206,14 @@ class Worker:
         finally:
             if not outcome.done():
                 await self.abort(job.id)
+
+    @staticmethod
+    def _add(engine: Engine, job: Job, new_tokens: int | None) -> bool:
+        """Queue a request, unless more of its prompt would have to be computed than was expected."""
+        if new_tokens is not None and job.request.prompt_tokens - engine.found(job.request) > new_tokens:
+            return False
+        engine.add(job.request, hand_off=job.decode is not None)
+        return True
 
     async def abort(self, request_id: str) -> None:
         """Stop working on a request, wherever it stands here; unknown ids are fine."""
@@ -180,13 +225,15 @@ class Worker:
             return
         del self._front.jobs[request_id]
         job.end(Outcome("aborted"))
+        self._fetch.cancel(request_id)
         await self._takeover.release(job)
 
     @property
     def _full(self) -> bool:
         """Whether a request more would be too many. Counts jobs as well as the engine's queue, which hears of them a
         moment later."""
-        return self._engine.full or len(self._front.jobs) >= self._config.max_running + self._config.max_waiting
+        asked = sum(not job.aside for job in self._front.jobs.values())
+        return self._engine.full or asked >= self._config.max_running + self._config.max_waiting
 
     # --- what other workers call --------------------------------------------------------------------------------
 
@@ -199,6 +246,13 @@ class Worker:
         if self._full:
             return Outcome("busy", queued=self._engine.waiting)
         return await self._takeover.reserve(reserve)
+
+    async def lend(self, request: Request, reservation: Reservation, borrower: str, incarnation: int) -> Outcome:
+        """Write what is cached here of a prompt into a peer's blocks; see `Fetch.lend`. "stale" when the peer knows
+        another life of this worker, whose writes it would not accept."""
+        if incarnation != self.incarnation:
+            return Outcome("stale")
+        return await self._fetch.lend(request, reservation, borrower)
 
     async def transfer_failed(self, lease_id: str, reason: str) -> bool:
         """The sender gives up; see `TakeOver.transfer_failed`."""
@@ -217,13 +271,17 @@ class Worker:
     def _turn(self) -> float | None:
         """One engine step, and where its results go."""
         if not self._engine.has_work:
+            self._leave_cores()
             return None
         try:
             plan = self._engine.plan()
             if plan.started or plan.reserved:
                 # Before the step runs, so that the decode worker's answer comes while a long prompt is computed.
                 self._front.from_thread(self._on_plan, plan)
-            result = self._engine.run(plan.works)
+            self._share_cores(plan)
+            begun = time.monotonic()
+            result = self._engine.run(plan.works, self._offer)
+            self._speeds.step(plan.works, time.monotonic() - begun)
         except Exception as error:
             _log.exception("engine step failed")
             failed = [Delta(one, 0, (), 0, error=f"engine: {error}") for one in self._engine.drop_running()]
@@ -231,11 +289,25 @@ class Worker:
         if result.deltas:
             self._front.from_thread(self._on_deltas, result.deltas)
         for made in result.produced:
-            offer = partial(self._transfer_loop.sender.offer, made.request_id, made.chunk, made.ending)
-            self._transfer_loop.call(offer)
+            self._offer(made)
             if made.ending is not None:
-                self._front.from_thread(self._handover.reserve_once, made.request_id)
+                self._front.from_thread(self._handover.computed, made.request_id)
         return 0 if plan.works else IDLE_RETRY_S
+
+    def _share_cores(self, plan: StepPlan) -> None:
+        """Compute with as many threads as the other workers of this machine leave."""
+        if not plan.works:
+            self._leave_cores()
+        elif self._cores is not None and (share := self._cores.enter()) != torch.get_num_threads():
+            torch.set_num_threads(share)
+
+    def _leave_cores(self) -> None:
+        if self._cores is not None:
+            self._cores.leave()
+
+    def _offer(self, made: Produced) -> None:
+        """Let the sender have what became final."""
+        self._transfer_loop.call(partial(self._transfer_loop.sender.offer, made.request_id, made.chunk, made.ending))
 
     # --- asyncio thread -----------------------------------------------------------------------------------------
 

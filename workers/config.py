@@ -60,7 +60,11 @@ class WorkerConfig(BaseModel):
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention where few rows see a context, on CPUs")
-    threads: int | None = Field(None, ge=1, description="CPU threads of a worker; default: its share of the cores")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of a worker; default: all cores, shared with the workers that compute at the time",
+    )
 
     @field_validator("step_tokens")
     @classmethod

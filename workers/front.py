@@ -22,7 +22,9 @@ class Job:
     """One request on this worker; `deadline` is monotonic.
 
     A job of `generate` has an `outcome` to set; `decode` names the worker that its prompt is handed to. A job of
-    `reserve` has none; `reserved` is what it waits for, until its lease is open: None if it is aborted.
+    `reserve` has none; `reserved` is what it waits for, until its lease is open: None if it is aborted. A job that
+    fetches has neither; `borrowed` is set when its lease has come to an end, one way or the other. One that lends or
+    fetches is `aside`: no client asked for it.
     """
 
     request: Request
@@ -30,8 +32,12 @@ class Job:
     outcome: asyncio.Future[Outcome] | None = None
     decode: str | None = None
     reserving: bool = False
+    computed_at: float | None = None
+    connected_at: float = 0.0
+    aside: bool = False
     refused: Outcome | None = None
     reserved: asyncio.Future[Reserved | None] | None = None
+    borrowed: asyncio.Future[None] | None = None
 
     @property
     def id(self) -> str:

@@ -13,8 +13,9 @@ import time
 from transfer.channel import SendFailed, Sent
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError
-from transfer.messages import Outcome, Peer, Reserve
+from transfer.messages import Outcome, Peer, Reservation, Reserve
 from workers.front import Front, Job
+from workers.speeds import SpeedMeter
 
 _log = logging.getLogger(__name__)
 STOP_POLL_S = 0.005
@@ -23,8 +24,11 @@ STOP_POLL_S = 0.005
 class HandOver:
     """Prompts on their way from this worker, which describes itself as `me`, to others."""
 
-    def __init__(self, me: Peer, front: Front, directory: Directory, config: TransferConfig) -> None:
+    def __init__(
+        self, me: Peer, front: Front, directory: Directory, config: TransferConfig, speeds: SpeedMeter
+    ) -> None:
         self._me = me
+        self._speeds = speeds
         self._front = front
         self._directory = directory
         self._config = config
@@ -44,6 +48,12 @@ class HandOver:
         self.cancel(job.id, "finished")
         self._front.spawn(self._abort(job.decode, job.id))
 
+    def computed(self, request_id: str) -> None:
+        """The prompt is computed, and its last blocks are offered."""
+        if (job := self._front.jobs.get(request_id)) is not None:
+            job.computed_at = time.monotonic()
+            self.reserve_once(request_id)
+
     def reserve_once(self, request_id: str) -> None:
         """Ask for blocks while a long prompt is computed, or behind the first token of a short one: asking takes
         longer than its only step has to spare."""
@@ -58,6 +68,9 @@ class HandOver:
         await self._front.on_engine(lambda engine: engine.sent(request_id))
         job = self._front.jobs.pop(request_id, None)
         if job is not None and job.decode is not None:
+            if isinstance(event, Sent) and job.computed_at is not None:
+                # A decode worker that had no room for a while says nothing about the way to it.
+                self._speeds.handed_over(time.monotonic() - max(job.computed_at, job.connected_at))
             job.end(await self._outcome(job, job.decode, event))
 
     async def active(self, lease_id: str) -> bool:
@@ -67,13 +80,38 @@ class HandOver:
     async def stop_writing(self, lease_id: str) -> bool:
         """A receiver wants its blocks back. True once nothing can be in flight; False when something still is after
         half of what a call may take."""
-        await self._front.on_transfer(lambda loop: loop.sender.cancel(lease_id, "cancelled by the receiver"))
+        await self._front.on_transfer(lambda loop: loop.sender.fence(lease_id, time.monotonic()))
         until = time.monotonic() + self._config.call_timeout_s / 2
         while await self._front.on_transfer(lambda loop: loop.sender.may_write(lease_id)):
             if time.monotonic() > until:
                 return False
             await asyncio.sleep(STOP_POLL_S)
         return True
+
+    async def connect(self, job: Job, receiver: str, reservation: Reservation) -> None:
+        """Let the job's blocks be written to the worker `receiver`, which has kept room. Raises PeerError and
+        TransportError."""
+        known = self._peers.get(receiver)
+        if known is not None and known.incarnation != reservation.incarnation:
+            await self.forget(receiver, known.incarnation)
+        peer = await self.peer(receiver)
+        await self._front.on_transfer(lambda loop: loop.open(job.id, reservation, peer))
+        job.connected_at = time.monotonic()
+
+    async def peer(self, name: str) -> Peer:
+        """How to reach a worker, as far as is known: it may be in another life meanwhile. Raises PeerError."""
+        if (known := self._peers.get(name)) is None:
+            known = self._peers[name] = await self._directory.call(
+                name, "describe", timeout=self._config.call_timeout_s
+            )
+        return known
+
+    async def forget(self, name: str, incarnation: int) -> None:
+        """This life of a worker has ended."""
+        known = self._peers.get(name)
+        if known is not None and known.incarnation == incarnation:
+            del self._peers[name]
+            await self._front.on_transfer(lambda loop: loop.transport.disconnect(known.agent))
 
     async def _reserve(self, job: Job) -> None:
         """Ask the decode worker for blocks and connect the transfer to it."""
@@ -86,25 +124,12 @@ class HandOver:
             if isinstance(answer, Outcome):
                 job.refused = answer if answer.status == "busy" else None
                 raise PeerError(answer.error or f"{decode} is {answer.status}")
-            peer = await self._peer(decode, answer.incarnation)
-            await self._front.on_transfer(lambda loop: loop.open(request_id, answer, peer))
+            await self.connect(job, decode, answer)
         except Exception as error:
             self.cancel(request_id, f"no blocks on {decode}: {error}")
         if request_id not in self._front.jobs:
             # The request ended meanwhile, and the abort may have come before the reservation.
             await self._abort(decode, request_id)
-
-    async def _peer(self, name: str, incarnation: int) -> Peer:
-        """How to write to a worker in this life of it."""
-        known = self._peers.get(name)
-        if known is not None and known.incarnation == incarnation:
-            return known
-        if known is not None:
-            agent = known.agent
-            await self._front.on_transfer(lambda loop: loop.transport.disconnect(agent))
-        peer: Peer = await self._directory.call(name, "describe", timeout=self._config.call_timeout_s)
-        self._peers[name] = peer
-        return peer
 
     async def _outcome(self, job: Job, decode: str, event: Sent | SendFailed) -> Outcome:
         if isinstance(event, Sent):

@@ -95,15 +95,25 @@ class Scheduler:
         """Sequences in the queue."""
         return sum(map(len, self._queues.values()))
 
+    @property
+    def oldest(self) -> float:
+        """The smallest number of those in the queue."""
+        return min((one.arrival for queue in self._queues.values() for one in queue), default=math.inf)
+
+    @property
+    def short(self) -> bool:
+        """Whether some in the queue lack blocks."""
+        return bool(self._short)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; one that was here before gets its old place."""
-        self._number(sequence)
+        self.number(sequence)
         sequence.stage = Stage.WAITING
         insort(self._queues.setdefault(sequence.request.tenant, []), sequence, key=_seniority)
 
     def join(self, sequence: Sequence) -> None:
         """Take in a sequence whose table is already filled."""
-        self._number(sequence)
+        self.number(sequence)
         sequence.stage = Stage.RUNNING
         self.running.append(sequence)
 
@@ -281,7 +291,8 @@ class Scheduler:
 
     # --- bookkeeping --------------------------------------------------------------------------------------------
 
-    def _number(self, sequence: Sequence) -> None:
+    def number(self, sequence: Sequence) -> None:
+        """Note when a sequence came, if that is not known yet."""
         if sequence.arrival == 0:
             sequence.arrival = next(self._arrivals)
 

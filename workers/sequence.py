@@ -17,7 +17,9 @@ class Stage(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     INCOMING = "incoming"
+    BORROWING = "borrowing"
     SENDING = "sending"
+    LENDING = "lending"
     FINISHED = "finished"
 
 
@@ -36,6 +38,8 @@ class Sequence:
     `node`), the rest to this sequence. `hand_off` sequences stop after their first output token. The scheduler numbers
     sequences by `arrival`, and counts later ones that begin before: in `overtaken` those of the same tenant that do not
     rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
+    Of a hand-off, `offered_blocks` have been offered to the peer, and of those behind them the first `offered_layers`.
+    `spare` blocks are in no table any more, but a peer's copy of them may be under way.
     """
 
     def __init__(self, request: Request, hand_off: bool = False) -> None:
@@ -57,6 +61,8 @@ class Sequence:
         self.shared_blocks = 0
         self.cached_tokens: int | None = None
         self.offered_blocks = 0
+        self.offered_layers = 0
+        self.spare: list[int] = []
 
     @property
     def id(self) -> str:

@@ -13,7 +13,7 @@ import time
 from transfer.channel import Accepted, Lease, Refused
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerDead, PeerError
-from transfer.messages import Outcome, Reservation, Reserve
+from transfer.messages import Outcome, Reservation, Reserve, TransferStats
 from workers.engine.engine import Reserved
 from workers.front import Front, Job
 
@@ -27,12 +27,21 @@ SETTLE_S = 600.0
 class TakeOver:
     """Prompts on their way from others to this worker, whose present life is `incarnation`."""
 
-    def __init__(self, name: str, incarnation: int, front: Front, directory: Directory, config: TransferConfig) -> None:
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        front: Front,
+        directory: Directory,
+        config: TransferConfig,
+        stats: TransferStats,
+    ) -> None:
         self._name = name
         self._incarnation = incarnation
         self._front = front
         self._directory = directory
         self._config = config
+        self._stats = stats
 
     async def reserve(self, reserve: Reserve) -> Reservation | Outcome:
         """Keep blocks for a prompt and open a lease on them. Waits for blocks as long as the request may wait; the
@@ -53,14 +62,27 @@ class TakeOver:
             # check and the opening of the lease, so that an abort finds either no reservation or a lease.
             return Outcome("aborted")
         job.reserved = None
+        return await self._open(reserve, reserved)
+
+    async def borrow(self, job: Job, reserve: Reserve) -> Reservation | None:
+        """Keep blocks for a prefix that another worker has, and open a lease on them; `job.borrowed` is set when it has
+        ended. None when there is nothing to fetch, or no room at once. Raises ValueError."""
+        self._front.jobs[job.id] = job  # before anything is kept, so that it is given back whatever happens
+        reserved = await self._front.on_engine(lambda engine: engine.borrow(job.request))
+        if reserved is None or self._front.jobs.get(job.id) is not job:  # aborted meanwhile: the blocks are free again
+            return None
+        return await self._open(reserve, reserved, open_end=True)
+
+    async def _open(self, reserve: Reserve, reserved: Reserved, open_end: bool = False) -> Reservation:
         lease = Lease(
-            lease_id=job.id,
+            lease_id=reserved.request_id,
             sender=reserve.sender,
             sender_agent=reserve.sender_agent,
             sender_incarnation=reserve.sender_incarnation,
             first_block=reserved.first_block,
             blocks=reserved.blocks,
             deadline=time.monotonic() + self._config.lease_s,
+            open_end=open_end,
         )
         await self._front.on_transfer(lambda loop: loop.receiver.open(lease))
         return Reservation(self._incarnation, reserved.first_block, reserved.blocks)
@@ -74,7 +96,15 @@ class TakeOver:
     async def accept(self, event: Accepted) -> None:
         """Every block is there and verified: decode."""
         lease, manifest = event.lease, event.manifest
-        await self._front.on_engine(lambda e: e.accept(lease.lease_id, manifest.first_token, manifest.cached_tokens))
+        if (borrowing := self._end_borrowing(lease.lease_id)) is None:
+            await self._front.on_engine(
+                lambda e: e.accept(lease.lease_id, manifest.first_token, manifest.cached_tokens)
+            )
+            return
+        await self._front.on_engine(lambda engine: engine.borrowed(lease.lease_id, event.count))
+        self._stats.fetched_blocks += event.count
+        if not borrowing.done():
+            borrowing.set_result(None)
 
     async def refuse(self, event: Refused) -> None:
         """What came is not to be trusted."""
@@ -91,8 +121,9 @@ class TakeOver:
 
     async def release(self, job: Job) -> None:
         """Take a request out of the engine; blocks that a peer may still write to go to quarantine first."""
-        if job.reserved is not None and not job.reserved.done():
-            job.reserved.set_result(None)
+        for waits in (job.reserved, job.borrowed):
+            if waits is not None and not waits.done():
+                waits.set_result(None)
         lease = await self._front.on_transfer(lambda loop: loop.receiver.quarantine(job.id))
         blocks = lease.blocks if lease is not None else ()
         held = await self._front.on_engine(lambda engine: engine.abort(job.id, blocks))
@@ -105,6 +136,7 @@ class TakeOver:
         for lease in await self._front.on_transfer(lambda loop: loop.receiver.overdue(now)):
             # The question may take as long as a lease; it is not asked twice meanwhile.
             lease.deadline = now + 2 * self._config.lease_s
+            self._stats.expired += 1
             self._front.spawn(self._ask_about(lease))
 
     async def _ask_about(self, lease: Lease) -> None:
@@ -122,11 +154,25 @@ class TakeOver:
             await self._recompute(lease, reason)
 
     async def _recompute(self, lease: Lease, reason: str) -> None:
-        """The blocks of a lease are not to be trusted: compute the prompt here; they go to quarantine."""
-        held = await self._front.on_engine(lambda engine: engine.recompute(lease.lease_id, lease.blocks))
+        """The blocks of a lease are not to be trusted: compute the prompt here, or do without what was to be borrowed;
+        they go to quarantine."""
+        if (borrowing := self._end_borrowing(lease.lease_id)) is not None:
+            held = await self._front.on_engine(lambda engine: engine.abort(lease.lease_id, lease.blocks))
+            if not borrowing.done():
+                borrowing.set_result(None)
+        else:
+            held = await self._front.on_engine(lambda engine: engine.recompute(lease.lease_id, lease.blocks))
         if held is not None:
-            _log.warning("request %s: %s; computing the prompt here", lease.lease_id, reason)
+            _log.warning("request %s: %s; computing instead", lease.lease_id, reason)
             self._front.spawn(self._settle(lease, held))
+
+    def _end_borrowing(self, lease_id: str) -> asyncio.Future[None] | None:
+        """If this lease is on blocks for a prefix that is fetched: end its job; who waits for that."""
+        job = self._front.jobs.get(lease_id)
+        if job is None or job.borrowed is None:
+            return None
+        del self._front.jobs[lease_id]
+        return job.borrowed
 
     async def _settle(self, lease: Lease, held: list[int]) -> None:
         """Ask the sender until it confirms that nothing is in flight, or its life has ended; then free the blocks. If
@@ -140,6 +186,7 @@ class TakeOver:
         if over:
             await self._front.on_engine(lambda engine: engine.cache.end_quarantine(held))
         elif held:
+            self._stats.lost_blocks += len(held)
             message = (
                 "request %s: %s lives but does not confirm that it writes no more; %d blocks are lost until restart"
             )

@@ -211,6 +211,35 @@ def engine(
     _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
 
 
+@app.command("transfer")
+def transfer(
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt that is handed over")] = 2048,
+    output: Output = 16,
+    length: Annotated[
+        list[int] | None, typer.Option(min=1, help="prompt length of the grid, may be repeated; default: 16 to 4,096")
+    ] = None,
+    share: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="cached share of the grid, may be repeated; default: 0 to 1"),
+    ] = None,
+    streams: Annotated[int, typer.Option(min=1, help="answers that a long prompt disturbs")] = 8,
+    long: Annotated[int, typer.Option(min=1, help="tokens of that prompt")] = 4000,
+    rounds: Rounds = 5,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """A prefill and a decode worker beside one worker with both roles, one request at a time: first and second token of
+    long prompts, a grid of prompt lengths and cached shares, and running answers while a long prompt is computed. And
+    the KV channel between two processes beside NIXL by itself."""
+    from cluster.bench.transfer.run import LENGTHS, SHARES, Shape, run
+
+    shape = Shape(prompt, output, tuple(length or LENGTHS), tuple(share or SHARES), streams, long, rounds)
+    _report(run(_settings(config, model, dtype), shape), as_json, check)
+
+
 @app.command("peers")
 def peers(
     llama_server: Annotated[str | None, typer.Option(help="llama.cpp's llama-server")] = None,

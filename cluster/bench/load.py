@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -24,8 +25,8 @@ Chat = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One streamed request: seconds to the first token and in all, its token counts, and the answer's token ids
-    (none from servers that do not send them)."""
+    """One streamed request: seconds to the first token and in all, its token counts, the answer's token ids (none from
+    servers that do not send them), and when each of its events came, on the clock of `time.perf_counter`."""
 
     first_token_s: float
     total_s: float
@@ -33,6 +34,12 @@ class Timing:
     cached_tokens: int
     output_tokens: int
     answer: tuple[int, ...] = ()
+    at: tuple[float, ...] = ()
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one event and the next."""
+        return [later - earlier for earlier, later in pairwise(self.at)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,30 @@ def send_beside(
     return asyncio.run(both())
 
 
+def send_into(
+    target: Target, streams: list[list[int]], output: int, lead_s: float, prompt: list[int]
+) -> tuple[list[Timing], Timing, float]:
+    """Send prompts that are answered at the same time, and `lead_s` later one prompt more, for one token. All of them,
+    the last one apart, and when that was sent.
+
+    Raises LoadError with the first request that fails.
+    """
+
+    async def run() -> tuple[list[Timing], Timing, float]:
+        async with _client(target, len(streams) + 1) as client:
+            running = [asyncio.create_task(_one(client, target, one, output)) for one in streams]
+            try:
+                await asyncio.sleep(lead_s)
+                sent = time.perf_counter()
+                last = await _one(client, target, prompt, 1)
+                return list(await asyncio.gather(*running)), last, sent
+            finally:
+                for task in running:
+                    task.cancel()
+
+    return asyncio.run(run())
+
+
 async def _keep_busy(target: Target, another: Callable[[], list[int]], output: int, at_once: int) -> None:
     async with _client(target, at_once) as client:
 
@@ -169,14 +200,13 @@ def _client(target: Target, connections: int) -> httpx.AsyncClient:
 async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], output: int) -> Timing:
     """Send one request. Raises LoadError, which names the target."""
     start = time.perf_counter()
-    first = 0.0
     lines: list[str] = []
+    at: list[float] = []
     try:
         async with client.stream("POST", "/v1/completions", json=_wanted(target, prompt, output)) as answer:
             async for line in _lines(answer):
-                if not first:
-                    first = time.perf_counter() - start
                 lines.append(line)
+                at.append(time.perf_counter())
     except httpx.HTTPError as error:
         raise LoadError(f"{target.url}: {type(error).__name__}: {error}") from error
     total = time.perf_counter() - start
@@ -184,7 +214,7 @@ async def _one(client: httpx.AsyncClient, target: Target, prompt: list[int], out
         last = lines[-1][:300] if lines else "an empty answer"
         raise LoadError(f"{target.url}: {answer.status_code}: {last}")
     try:
-        timing = _timing(first, total, [json.loads(line.removeprefix("data: ")) for line in lines[:-1]])
+        timing = _timing(start, total, at, [json.loads(line.removeprefix("data: ")) for line in lines[:-1]])
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         problem = f"not the events of a completion ({type(error).__name__}: {error})"
         raise LoadError(f"{target.url}: {problem}: {' '.join(lines[-2:])[:300]}") from None
@@ -199,12 +229,14 @@ def _wanted(target: Target, prompt: list[int], output: int) -> dict[str, Any]:
     return wanted | ({"user": target.user} if target.user else {})
 
 
-def _timing(first: float, total: float, events: list[Any]) -> Timing:
+def _timing(start: float, total: float, at: list[float], events: list[Any]) -> Timing:
     """What the events of an answer say, usage in the last one. Other things raise what indexing them raises."""
     usage = events[-1]["usage"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     tokens = tuple(token for event in events for one in event["choices"] for token in one.get("token_ids", ()))
-    return Timing(first, total, int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"]), tokens)
+    counts = int(usage["prompt_tokens"]), int(cached), int(usage["completion_tokens"])
+    times = tuple(when for when, event in zip(at, events, strict=False) if event["choices"])
+    return Timing(at[0] - start, total, *counts, tokens, times)
 
 
 async def _lines(answer: httpx.Response) -> AsyncIterator[str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from router.config import GatewayConfig, RouterConfig
 from router.gateway.errors import failed, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
+from router.view import DECODE
 from transfer.directory import Directory, PeerDead, PeerError
 from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
 from transfer.prefix import PrefixChain
@@ -61,9 +62,15 @@ class _Attempt:
     plan: Plan
     ticket: Ticket
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
+    begun: bool = False
     finished: bool = False
     handed_off: bool = False
     timer: asyncio.TimerHandle | None = None
+
+    @property
+    def answers(self) -> str:
+        """The worker that generates the answer."""
+        return self.plan.decode or self.plan.prefill
 
     @property
     def workers(self) -> frozenset[str]:
@@ -116,8 +123,14 @@ class Dispatcher:
                 try:
                     async for delta in self._ordered(attempt, deadline):
                         cached = delta.cached_tokens if cached is None else cached
+                        if not attempt.begun:
+                            self._computed(attempt, prompt.chain, delta.cached_tokens)
                         sent.extend(delta.tokens)
                         attempt.finished = delta.finish_reason is not None
+                        if attempt.finished:
+                            self._router.holds(
+                                attempt.answers, prompt.chain.extended(prompt.tokens + pack_tokens(sent))
+                            )
                         yield Output(delta.tokens, cached, delta.finish_reason)
                         if attempt.finished:
                             return
@@ -146,33 +159,35 @@ class Dispatcher:
             tenant=prompt.tenant,
         )
         plan = self._plan(prompt, request, avoid)
-        attempt = _Attempt(request, plan, self._router.dispatch(plan, request.prompt_tokens))
+        _log.debug("request %s: %s", request.request_id, plan)
+        attempt = _Attempt(request, plan, self._router.dispatch(plan, prompt.chain, request.prompt_tokens))
         self._attempts[request.request_id] = attempt
         self._spawn(self._run(attempt, prompt, avoid))
         return attempt
 
     def _plan(self, prompt: Prompt, request: Request, avoid: frozenset[str]) -> Plan:
+        """A plan without the workers of attempts that failed. Of a pair one may be at fault alone, and the view may not
+        know yet that it is dead: so only where a role has no others left, those of this role are asked again."""
         generate = request.sampling.max_tokens > 1
-        try:
-            return self._router.plan(prompt.chain, request.prompt_tokens, generate, avoid)
-        except NoWorkers as error:
-            if not avoid:
-                raise unavailable(str(error)) from None
-        try:
-            return self._router.plan(prompt.chain, request.prompt_tokens, generate)
-        except NoWorkers as error:
-            raise unavailable(str(error)) from None
+        decode = frozenset(name for name in avoid if self._router.view.workers[name].role == DECODE)
+        reason = ""
+        for some in dict.fromkeys((avoid, decode, avoid - decode, frozenset[str]())):
+            try:
+                return self._router.plan(prompt.chain, request.prompt_tokens, generate, some)
+            except NoWorkers as error:
+                reason = str(error)
+        raise unavailable(reason)
 
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
         """Call prefill workers until one takes the request, and watch over its part."""
         request = attempt.request
-        queued = 0
-        for _ in range(self._router_config.candidates):
-            name = attempt.plan.prefill
+        left, local_tokens = self._router_config.candidates, None
+        while True:
+            plan = attempt.plan
+            name, arguments = plan.prefill, (request, plan.decode, plan.fetch, plan.new_tokens)
+            timeout = request.timeout_s + ABORT_TIMEOUT_S
             try:
-                outcome: Outcome = await self._directory.call(
-                    name, "generate", request, attempt.plan.decode, timeout=request.timeout_s + ABORT_TIMEOUT_S
-                )
+                outcome: Outcome = await self._directory.call(name, "generate", *arguments, timeout=timeout)
             except PeerDead:
                 self._router.view.mark_dead(name)
                 self.worker_died(name)
@@ -180,7 +195,8 @@ class Dispatcher:
             except PeerError as error:
                 attempt.queue.put_nowait(AttemptFailed(str(error), frozenset([name])))
                 return
-            attempt.ticket.computed()
+            if outcome.status in ("done", "handed off"):
+                attempt.ticket.computed()
             attempt.handed_off = outcome.status == "handed off"
             if request.request_id not in self._attempts:
                 # The abort may have come before the call.
@@ -188,16 +204,39 @@ class Dispatcher:
                 return
             if outcome.status in ("failed", "aborted"):
                 attempt.queue.put_nowait(AttemptFailed(outcome.error or outcome.status, attempt.workers))
-            if outcome.status != "busy":
+            if outcome.status == "handed off" and plan.decode is not None:
+                self._router.holds(plan.decode, prompt.chain)
+            if outcome.status == "stale":
+                # Not a candidate that was busy: it was wrong to ask, and no decode worker is asked so again.
+                self._router.lacks(name, prompt.chain, 0)
+                local_tokens = 0
+            elif outcome.status == "busy":
+                left, avoid = left - 1, avoid | {name}
+            else:
                 return
-            queued, avoid = outcome.queued, avoid | {name}
-            try:
-                plan = self._router.plan(prompt.chain, request.prompt_tokens, request.sampling.max_tokens > 1, avoid)
-            except NoWorkers:
-                break
             attempt.ticket.close()
-            attempt.plan, attempt.ticket = plan, self._router.dispatch(plan, request.prompt_tokens)
-        attempt.queue.put_nowait(overloaded(f"every candidate is busy; the last had {queued} requests queued"))
+            if not left or not self._again(attempt, prompt, avoid, local_tokens):
+                message = f"every candidate is busy; the last had {outcome.queued} requests queued"
+                attempt.queue.put_nowait(overloaded(message))
+                return
+
+    def _again(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str], local_tokens: int | None) -> bool:
+        """Plan for other workers; False when there are none."""
+        tokens, generate = attempt.request.prompt_tokens, attempt.request.sampling.max_tokens > 1
+        try:
+            attempt.plan = self._router.plan(prompt.chain, tokens, generate, avoid, local_tokens)
+        except NoWorkers:
+            return False
+        attempt.ticket = self._router.dispatch(attempt.plan, prompt.chain, tokens)
+        return True
+
+    def _computed(self, attempt: _Attempt, chain: PrefixChain, cached: int) -> None:
+        """The first token has come: the prompt is computed, and `cached` says how much of it did not have to be."""
+        attempt.begun = True
+        attempt.ticket.computed()
+        source = attempt.plan.fetch
+        if source is not None and cached < source.tokens:
+            self._router.lacks(source.worker, chain, cached)
 
     async def _ordered(self, attempt: _Attempt, deadline: float) -> AsyncGenerator[Delta, None]:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""

@@ -37,6 +37,17 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
                 yield Observation(worker.status.running, {"worker": worker.name, "state": "running"})
                 yield Observation(worker.status.waiting, {"worker": worker.name, "state": "waiting"})
 
+    def transfers(**fields: str) -> list[Callable[[CallbackOptions], Iterable[Observation]]]:
+        """Fields of `TransferStats`, each under its label."""
+
+        def read(view: View) -> Iterable[Observation]:
+            for worker in view.workers.values():
+                if worker.status is not None:
+                    for kind, name in fields.items():
+                        yield Observation(getattr(worker.status.transfer, name), {"worker": worker.name, "kind": kind})
+
+        return [workers(read)]
+
     def alive(view: View) -> Iterable[Observation]:
         for worker in view.workers.values():
             yield Observation(int(worker.alive), {"worker": worker.name, "role": worker.role})
@@ -44,6 +55,24 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
     _meter.create_observable_gauge("headwater_worker_blocks", [workers(blocks)], description="KV blocks by state")
     _meter.create_observable_gauge("headwater_worker_requests", [workers(queue)], description="requests by state")
     _meter.create_observable_gauge("headwater_worker_up", [workers(alive)], description="1 while the worker answers")
+    _meter.create_observable_counter(
+        "headwater_transfer_bytes",
+        transfers(sent="sent_bytes", hidden="hidden_bytes", received="received_bytes"),
+        description="KV between workers; hidden: sent before the prompt was computed to its end",
+    )
+    _meter.create_observable_counter(
+        "headwater_transfer_seconds", transfers(sending="sending_s"), description="with a write under way"
+    )
+    _meter.create_observable_counter(
+        "headwater_transfers",
+        transfers(sent="sent", failed="failed", accepted="accepted", refused="refused", expired="expired"),
+        description="transfers by how they ended at either side; expired: leases that were asked about",
+    )
+    _meter.create_observable_counter(
+        "headwater_transfer_blocks",
+        transfers(fetched="fetched_blocks", lost="lost_blocks"),
+        description="blocks fetched from other workers' caches; blocks in quarantine until a restart",
+    )
     _meter.create_observable_gauge(
         "headwater_requests_in_flight", [lambda _: [Observation(in_flight())]], description="prompts under way"
     )

@@ -45,9 +45,10 @@ def local_ray() -> Iterator[None]:
 
 
 def settings(**flags: object) -> ClusterConfig:
-    """A configuration from dotted keys with `__` for dots; float32 and a free port unless told otherwise."""
+    """A configuration from dotted keys with `__` for dots; float32 and a free port unless told otherwise. Everything
+    is handed over, however short: tests whose subject is who computes what say so."""
     given = {name.replace("__", "."): value for name, value in flags.items()}
-    return load(None, {"worker.dtype": "float32", "gateway.port": 0, **given}, environ={})
+    return load(None, {"worker.dtype": "float32", "gateway.port": 0, "router.local_tokens": 0, **given}, environ={})
 
 
 @pytest.fixture(scope="module")

@@ -29,14 +29,30 @@ def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
         ({"worker.kv_memory": "1 apple"}, "'1 apple'"),
         ({"prefill.replicas": 0, "decode.replicas": 0}, "nobody would answer"),
         ({"prefill.replicas": 2, "decode.replicas": 0}, "decode.replicas is 0"),
-        ({"transfer.lease_s": 0.001}, "lease_s"),
-        ({"transfer.backend": "PIGEON"}, "transfer.backend"),
+        ({"transfer.lease_s": 0.001}, "transfer.lease_s: must be more than twice transfer.poll_interval_s (0.005)"),
+        ({"transfer.backend": "PIGEON"}, "transfer.backend: Input should be 'UCX', got 'PIGEON'"),
+        ({"transfer.ports": "20000"}, "transfer.ports: is not a range of ports"),
+        ({"transfer.ports": "20100-20000"}, "transfer.ports: is not a range of ports"),
+        ({"transfer.ports": "0-99"}, "transfer.ports: is not a range of ports"),
+        ({"transfer.ports": "65000-65536"}, "transfer.ports: is not a range of ports"),
+        ({"transfer.ucx": {"T-LS": "tcp"}}, "transfer.ucx: 'T-LS' is not the name of a UCX variable"),
+        ({"transfer.ucx": {"UCX_TLS": "tcp"}}, "transfer.ucx: 'UCX_TLS' is not the name of a UCX variable"),
+        ({"transfer.ucx": {"TLS": ["tcp"]}}, "transfer.ucx.TLS: Input should be a valid string"),
+        (
+            {"transfer.interface": "lo", "transfer.ucx": {"NET_DEVICES": "eth0"}},
+            "transfer.ucx: NET_DEVICES is already what transfer.interface sets",
+        ),
         ({"gateway.port": 1, "gateway.port.x": 1}, "gateway.port"),
     ],
 )
 def test_mistakes_are_named(flags: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(None, flags, {})
+
+
+def test_variables_of_ucx_from_the_environment() -> None:
+    environ = {"HEADWATER__TRANSFER__UCX__TLS": "tcp,sm", "HEADWATER__TRANSFER__UCX__MAX_RMA_RAILS": "1"}
+    assert load(None, {}, environ).transfer.ucx == {"TLS": "tcp,sm", "MAX_RMA_RAILS": "1"}
 
 
 def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:

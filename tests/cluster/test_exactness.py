@@ -77,7 +77,7 @@ def sampled(smollm: Path) -> list[Case]:
     return [Case(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, found, strict=True)]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", ["1P1D", "both", pytest.param("2P2D", marks=pytest.mark.long)])
 def test_cold_warm_alone_together_and_sampled(
     launch: Launch, pair: Cluster, smollm: Path, reference: list[Case], sampled: list[Case], topology: str
 ) -> None:

@@ -1,10 +1,12 @@
 """What is checked of workers before a cluster serves."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from cluster.launch import LaunchError, check_layouts, share_cores
+from cluster.launch import Cluster, LaunchError, check_layouts, share_cores
+from tests.cluster.conftest import settings
 from transfer.layout import KVLayout, LayerGeometry
 from transfer.messages import Peer
 
@@ -53,3 +55,9 @@ def test_workers_with_both_roles_need_not_fit() -> None:
 def test_workers_of_one_machine_share_its_cores() -> None:
     assert share_cores([("one", 8), ("two", 8), ("one", 8)]) == [4, 8, 4]
     assert share_cores([("one", 1), ("one", 1)]) == [1, 1]
+
+
+def test_what_a_worker_cannot_do_is_one_line_that_names_the_setting(local_ray: None, tiny: Path) -> None:
+    config = settings(prefill__replicas=0, decode__replicas=0, both__replicas=1, transfer__interface="nowhere0")
+    with pytest.raises(LaunchError, match=r"^transfer\.interface: 'nowhere0' is neither [^\n]* it has lo [^\n]*$"):
+        Cluster(config, tiny, "test-mistake").start()

@@ -5,14 +5,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import xxhash
 
-from transfer.channel import Accepted, Chunk, Ending, Lease, Receiver, Refused, Sender, SendFailed, Sent
-from transfer.loopback import LoopbackTransport, Network
-from transfer.messages import Manifest, Reservation, decode, encode
+from transfer.channel import (
+    FENCE_S,
+    Accepted,
+    Chunk,
+    Ending,
+    Layers,
+    Lease,
+    Receiver,
+    Refused,
+    Sender,
+    SendFailed,
+    Sent,
+)
+from transfer.loopback import LoopbackPool, LoopbackTransport, Network
+from transfer.messages import Manifest, Reservation, TransferStats, decode, encode
 
 ENDING = Ending(first_token=5, cached_tokens=16)
 DEADLINE = 10.0
+LAYERS = 9
+ALL = (0, LAYERS)
 
 
 class Pair:
@@ -21,17 +34,13 @@ class Pair:
     def __init__(self, blocks: tuple[int, ...] = (4, 2, 9), first_block: int = 0) -> None:
         self.network = Network(pools={"P": {i: b"P%d" % i for i in range(20)}, "D": {i: b"D%d" % i for i in range(20)}})
         self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
-        self.sender = Sender(self.p, 7, self.checksum("P"), stall_s=1000)
-        self.receiver = Receiver(8, self.checksum("D"))
+        self.on = {name: LoopbackPool(self.network, name, LAYERS) for name in "PD"}
+        self.stats = {name: TransferStats() for name in "PD"}
+        self.sender = Sender(self.p, 7, self.on["P"], stall_s=1000, stats=self.stats["P"])
+        self.receiver = Receiver(8, self.on["D"], self.stats["D"])
         self.lease = Lease("r", "p", "P", 7, first_block, blocks, DEADLINE)
         self.reservation = Reservation(8, first_block, blocks)
         self.sender.start("r", DEADLINE)
-
-    def checksum(self, agent: str):
-        def digest(blocks: Sequence[int]) -> int:
-            return xxhash.xxh3_64_intdigest(b"|".join(self.network.pools[agent][block] for block in blocks))
-
-        return digest
 
     def reserve(self) -> None:
         self.receiver.open(self.lease)
@@ -39,8 +48,8 @@ class Pair:
 
     def offer_all(self) -> None:
         """Three blocks in two chunks."""
-        self.sender.offer("r", Chunk(0, (10, 11)))
-        self.sender.offer("r", Chunk(2, (12,)), ENDING)
+        self.sender.offer("r", Chunk(0, (10, 11), ALL))
+        self.sender.offer("r", Chunk(2, (12,), ALL), ENDING)
 
     def step(self, now: float = 0.0) -> list[Sent | SendFailed]:
         return self.sender.step(now)
@@ -84,7 +93,7 @@ def test_a_prompt_arrives() -> None:
 def test_writes_do_not_wait_for_the_end_of_the_prompt() -> None:
     pair = Pair()
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11)))
+    pair.sender.offer("r", Chunk(0, (10, 11), ALL))
     assert pair.step() == []
     assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"D9"]
     assert pair.judge() == []
@@ -108,6 +117,89 @@ def test_only_what_is_missing_travels() -> None:
     (accepted,) = pair.judge()
     assert [entry[:2] for entry in accepted.manifest.checksums] == [(2, 1)]
     assert pair.network.pools["D"] == {i: b"D%d" % i for i in range(20)} | {3: b"P12"}
+
+
+def test_a_fence_holds_before_and_after_the_transfer() -> None:
+    pair = Pair()
+    pair.sender.fence("late", 0.0)
+    assert not pair.sender.start("late", DEADLINE)
+    assert not pair.sender.start("r", DEADLINE)
+    pair.reserve()
+    pair.offer_all()
+    assert pair.settle() == [Sent("r")]
+    assert not pair.sender.start("r", DEADLINE)
+    pair.sender.fence("other", FENCE_S)
+    assert not pair.sender.start("late", DEADLINE)
+    pair.sender.fence("another", FENCE_S + 1.0)
+    assert pair.sender.start("late", FENCE_S + DEADLINE)
+
+
+def test_a_fence_ends_a_transfer_that_is_under_way() -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.sender.fence("r", 0.0)
+    pair.offer_all()
+    assert pair.settle() == [SendFailed("r", "cancelled by the receiver", drained=True)]
+    assert pair.on_d(4, 2, 9) == [b"D4", b"D2", b"D9"]
+
+
+def test_layers_of_a_chunk_travel_as_they_become_final() -> None:
+    pair = Pair()
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
+    pair.sender.offer("r", Chunk(1, (11, 12), (0, 2)))
+    assert pair.step() == []
+    assert pair.on_d(4, 2, 9) == [b"P10", b"P1", b"P1"]
+    pair.sender.offer("r", Chunk(1, (11, 12), (2, LAYERS)), ENDING)
+    assert pair.settle() == [Sent("r")]
+    (accepted,) = pair.judge()
+    assert isinstance(accepted, Accepted)
+    assert [entry[:4] for entry in accepted.manifest.checksums] == [(0, 1, *ALL), (1, 2, 0, 2), (1, 2, 2, LAYERS)]
+    assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"]
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [(0, 2)],
+        [(0, 2), (3, LAYERS)],
+        [(0, 2), (1, LAYERS)],
+        [(2, LAYERS), (0, 2)],
+        [(0, LAYERS), (2, LAYERS)],
+        [(0, 2), (2, 5), (2, LAYERS)],
+    ],
+)
+def test_a_manifest_that_leaves_layers_out_or_tells_them_twice_is_refused(layers: list[tuple[int, int]]) -> None:
+    pair, message = pair_with_manifest()
+    digest = pair.on["P"].checksum
+    entries = tuple((0, 3, *one, digest((10, 11, 12), one)) for one in layers)
+    (judged,) = [
+        pair.receiver.on_notification("P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries)))
+    ]
+    assert isinstance(judged, Refused)
+
+
+def test_layers_of_different_blocks_prove_nothing() -> None:
+    pair, message = pair_with_manifest()
+    digest = pair.on["P"].checksum
+    entries = ((0, 3, 0, 2, digest((10, 11, 12), (0, 2))), (0, 2, 2, LAYERS, digest((10, 11), (2, LAYERS))))
+    judged = pair.receiver.on_notification(
+        "P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries))
+    )
+    assert isinstance(judged, Refused)
+
+
+@pytest.mark.parametrize("have", [0, 1, 2, 3])
+def test_an_open_end_takes_what_the_sender_has(have: int) -> None:
+    pair = Pair()
+    pair.lease.open_end = True
+    pair.reserve()
+    pair.sender.offer("r", Chunk(0, (10, 11, 12)[:have], ALL), ENDING)
+    assert pair.settle() == [Sent("r")]
+    (accepted,) = pair.judge()
+    assert isinstance(accepted, Accepted)
+    assert accepted.count == have
+    assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"][:have] + [b"D4", b"D2", b"D9"][have:]
 
 
 def test_a_chunk_that_is_missing_in_part_is_cut() -> None:
@@ -134,9 +226,9 @@ def test_the_manifest_waits_for_every_earlier_write() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
-    pair.sender.offer("r", Chunk(1, (11,)))
-    pair.sender.offer("r", Chunk(2, (12,)), ENDING)
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
+    pair.sender.offer("r", Chunk(1, (11,), ALL))
+    pair.sender.offer("r", Chunk(2, (12,), ALL), ENDING)
     pair.step()
     first, second = pair.network.in_flight
     pair.network.deliver(second)
@@ -156,11 +248,11 @@ def test_a_cancelled_transfer_posts_nothing_more_and_ends_when_drained() -> None
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     pair.step()
     (write,) = pair.network.in_flight
     pair.sender.cancel("r", "client left")
-    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
+    pair.sender.offer("r", Chunk(1, (11, 12), ALL), ENDING)
     assert pair.settle() == []
     assert pair.sender.active("r")
     assert pair.network.in_flight == [write]
@@ -209,7 +301,7 @@ def test_the_deadline_with_a_write_in_flight_is_no_promise() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     assert pair.settle() == []
     assert pair.step(DEADLINE + 1) == [SendFailed("r", "deadline exceeded", drained=False)]
     assert not pair.sender.active("r")
@@ -219,7 +311,7 @@ def test_a_cancelled_transfer_whose_write_never_ends() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     pair.step()
     pair.sender.cancel("r", "client left")
     assert pair.step(DEADLINE + 1) == [SendFailed("r", "client left", drained=False)]
@@ -230,8 +322,8 @@ def test_a_write_that_ends_after_its_transfer_is_noticed(ends: Callable[[Network
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
-    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
+    pair.sender.offer("r", Chunk(1, (11,), ALL))
     pair.step()
     pair.network.deliver(pair.network.in_flight[1])
     assert pair.settle(DEADLINE + 1) == [SendFailed("r", "deadline exceeded", drained=False)]
@@ -248,11 +340,11 @@ def test_a_write_that_ends_after_its_transfer_is_noticed(ends: Callable[[Network
 def test_a_write_that_cannot_be_posted(failing: int) -> None:
     pair = Pair()
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     if failing == 2:
         pair.step()
     pair.network.fail_writes = 1
-    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
+    pair.sender.offer("r", Chunk(1, (11, 12), ALL), ENDING)
     assert pair.settle() == [SendFailed("r", "injected write failure", drained=True)]
     assert pair.judge() == []
 
@@ -261,10 +353,10 @@ def test_a_failed_post_waits_for_the_writes_before_it() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     pair.step()
     pair.network.fail_writes = 1
-    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.sender.offer("r", Chunk(1, (11,), ALL))
     assert pair.settle() == []
     pair.network.deliver(pair.network.in_flight[0])
     assert pair.step() == [SendFailed("r", "injected write failure", drained=True)]
@@ -274,8 +366,8 @@ def test_a_posted_write_that_fails() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10,)))
-    pair.sender.offer("r", Chunk(1, (11,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
+    pair.sender.offer("r", Chunk(1, (11,), ALL))
     pair.step()
     pair.network.fail(pair.network.in_flight[0])
     assert pair.step() == []
@@ -288,10 +380,10 @@ def test_a_posted_write_that_fails() -> None:
 def test_the_last_write_fails_with_its_manifest() -> None:
     pair = Pair()
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11)))
+    pair.sender.offer("r", Chunk(0, (10, 11), ALL))
     pair.step()
     pair.network.hold = True
-    pair.sender.offer("r", Chunk(2, (12,)), ENDING)
+    pair.sender.offer("r", Chunk(2, (12,), ALL), ENDING)
     pair.step()
     pair.network.fail(pair.network.in_flight[0])
     assert pair.step() == [SendFailed("r", "injected failure of a posted write", drained=True)]
@@ -362,17 +454,20 @@ def test_a_manifest_for_an_unknown_lease_is_ignored() -> None:
         ({"incarnation": 9}, "earlier life"),
         ({"sender_incarnation": 9}, "another life of the sender"),
         ({"checksums": ()}, "do not cover"),
-        ({"checksums": ((0, 2, 1), (2, 1, 1))}, "checksum of blocks 0 to 1 differs"),
-        ({"checksums": ((2, 1, 1), (0, 2, 1))}, "in order"),
-        ({"checksums": ((0, 0, 1),)}, "in order"),
-        ({"checksums": ((0, -1, 1),)}, "in order"),
-        ({"checksums": ((-1, 2, 1),)}, "in order"),
-        ({"checksums": ((0, 4, 1),)}, "in order"),
-        ({"checksums": ((0, 2**40, 1),)}, "in order"),
+        ({"checksums": ((0, 2, *ALL, 1), (2, 1, *ALL, 1))}, "checksum of blocks 0 to 1, layers 0 to 8 differs"),
+        ({"checksums": ((2, 1, *ALL, 1), (0, 2, *ALL, 1))}, "in order"),
+        ({"checksums": ((0, 0, *ALL, 1),)}, "in order"),
+        ({"checksums": ((0, -1, *ALL, 1),)}, "in order"),
+        ({"checksums": ((-1, 2, *ALL, 1),)}, "in order"),
+        ({"checksums": ((0, 4, *ALL, 1),)}, "in order"),
+        ({"checksums": ((0, 2**40, *ALL, 1),)}, "in order"),
         ({"checksums": ((0, 2),)}, "malformed"),
+        ({"checksums": ((0, 3, 1, LAYERS, 1),)}, "in order"),
+        ({"checksums": ((0, 3, 0, LAYERS + 1, 1),)}, "in order"),
+        ({"checksums": ((0, 3, 4, 4, 1),)}, "in order"),
         ({"checksums": (5,)}, "malformed"),
-        ({"checksums": ((0, 2, "x"),)}, "malformed"),
-        ({"checksums": ((0, 2, True),)}, "malformed"),
+        ({"checksums": ((0, 2, *ALL, "x"),)}, "malformed"),
+        ({"checksums": ((0, 2, *ALL, True),)}, "malformed"),
     ],
 )
 def test_a_manifest_that_proves_nothing_is_refused(changes: dict[str, object], reason: str) -> None:
@@ -408,7 +503,7 @@ def test_blocks_that_changed_on_the_way_out_are_refused() -> None:
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11, 12)), ENDING)
+    pair.sender.offer("r", Chunk(0, (10, 11, 12), ALL), ENDING)
     pair.step()
     pair.network.pools["P"][11] = b"another prompt"
     pair.network.deliver(pair.network.in_flight[0])
@@ -421,7 +516,7 @@ def test_an_aborted_request_keeps_its_blocks_until_the_write_in_flight_is_done()
     pair = Pair()
     pair.network.hold = True
     pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11)))
+    pair.sender.offer("r", Chunk(0, (10, 11), ALL))
     pair.step()
     (write,) = pair.network.in_flight
 
@@ -449,7 +544,7 @@ def test_transfers_do_not_disturb_each_other() -> None:
     pair.sender.start("s", DEADLINE)
     pair.receiver.open(other)
     pair.sender.connect("s", Reservation(8, 0, (1,)), "D")
-    pair.sender.offer("s", Chunk(0, (15,)), ENDING)
+    pair.sender.offer("s", Chunk(0, (15,), ALL), ENDING)
     pair.sender.cancel("r", "client left")
     pair.offer_all()
     assert sorted(pair.settle(), key=str) == [SendFailed("r", "client left", drained=True), Sent("s")]
@@ -460,14 +555,14 @@ def test_transfers_do_not_disturb_each_other() -> None:
 
 def break_once(pair: Pair, *blocks: int) -> None:
     """Computing the checksum of these blocks of P's raises, as a bug would."""
-    checksum = pair.sender._checksum
+    checksum = pair.on["P"].checksum
 
-    def digest(wanted: Sequence[int]) -> int:
+    def digest(wanted: Sequence[int], layers: Layers) -> int:
         if set(wanted) & set(blocks):
             raise RuntimeError("broken")
-        return checksum(wanted)
+        return checksum(wanted, layers)
 
-    pair.sender._checksum = digest
+    pair.on["P"].checksum = digest
 
 
 def test_a_bug_fails_the_transfer_that_meets_it_and_no_other() -> None:
@@ -478,9 +573,9 @@ def test_a_bug_fails_the_transfer_that_meets_it_and_no_other() -> None:
     pair.receiver.open(dataclasses.replace(pair.lease, lease_id="s", blocks=(1,)))
     pair.sender.connect("s", Reservation(8, 0, (1,)), "D")
     break_once(pair, 11)
-    pair.sender.offer("r", Chunk(0, (10,)))
-    pair.sender.offer("r", Chunk(1, (11, 12)), ENDING)
-    pair.sender.offer("s", Chunk(0, (15,)), ENDING)
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
+    pair.sender.offer("r", Chunk(1, (11, 12), ALL), ENDING)
+    pair.sender.offer("s", Chunk(0, (15,), ALL), ENDING)
     assert pair.settle() == []
     first, second = pair.network.in_flight
     assert second.notify
@@ -499,14 +594,14 @@ def test_a_write_of_which_nothing_can_be_learned_may_be_in_flight() -> None:
     pair.reserve()
     pair.sender.start("s", DEADLINE)
     pair.sender.connect("s", Reservation(8, 0, ()), "D")
-    pair.sender.offer("r", Chunk(0, (10,)))
+    pair.sender.offer("r", Chunk(0, (10,), ALL))
     pair.step()
 
     def done(_: object) -> bool:
         raise RuntimeError("broken")
 
     pair.p.done = done  # type: ignore[method-assign]
-    pair.sender.offer("s", Chunk(0, ()), ENDING)
+    pair.sender.offer("s", Chunk(0, (), ALL), ENDING)
     assert pair.settle() == [Sent("s")]
     assert pair.settle(DEADLINE + 1) == [SendFailed("r", "RuntimeError: broken", drained=False)]
     assert pair.sender.may_write("r")
@@ -519,10 +614,10 @@ def test_a_write_of_which_nothing_can_be_learned_may_be_in_flight() -> None:
 def test_a_bug_while_a_manifest_is_checked_refuses_it() -> None:
     pair, message = pair_with_manifest()
 
-    def digest(_: Sequence[int]) -> int:
+    def digest(_: Sequence[int], __: Layers) -> int:
         raise RuntimeError("broken")
 
-    pair.receiver._checksum = digest
+    pair.on["D"].checksum = digest
     refused = pair.receiver.on_notification("P", message)
     assert isinstance(refused, Refused)
     assert refused.reason == "checking the manifest failed: RuntimeError: broken"
@@ -532,7 +627,7 @@ def test_a_bug_while_a_manifest_is_checked_refuses_it() -> None:
 def test_unknown_leases_are_nobodys_business() -> None:
     pair = Pair()
     pair.sender.cancel("x", "reason")
-    pair.sender.offer("x", Chunk(0, (1,)), ENDING)
+    pair.sender.offer("x", Chunk(0, (1,), ALL), ENDING)
     pair.receiver.extend("x", 5.0)
     assert pair.receiver.quarantine("x") is None
     assert pair.receiver.close("x") is None

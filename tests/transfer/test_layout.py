@@ -12,6 +12,7 @@ from transfer.layout import DTYPE_BYTES, KVLayout, LayerGeometry
 from workers.kv.memory import DTYPES, KVMemory, runs
 
 ONE = KVLayout("model", "float32", 4, (LayerGeometry(2, 8, 8), LayerGeometry(1, 6, 5)), 3)
+ALL = (0, len(ONE.layers))
 geometries = st.builds(LayerGeometry, st.integers(1, 4), st.integers(1, 9), st.integers(1, 9))
 layouts = st.builds(
     KVLayout,
@@ -103,10 +104,14 @@ def test_a_checksum_depends_on_content_and_order_and_not_on_ids() -> None:
     for part, its in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
         part[0:4], part[4:8] = 1.0, 2.0
         its[8:12], its[0:4] = 1.0, 2.0
-    assert one.checksum([0, 1]) == other.checksum([2, 0])
-    assert one.checksum([0, 1]) != one.checksum([1, 0])
+    assert one.checksum([0, 1], ALL) == other.checksum([2, 0], ALL)
+    assert one.checksum([0, 1], ALL) != one.checksum([1, 0], ALL)
     for part in (*one.keys, *one.values):
-        before = one.checksum([0, 1])
+        before = one.checksum([0, 1], ALL)
         part[7, 0, 0] += 1
-        assert one.checksum([0, 1]) != before
-    assert one.checksum([0]) == other.checksum([2])
+        assert one.checksum([0, 1], ALL) != before
+    assert one.checksum([0], ALL) == other.checksum([2], ALL)
+    whole = [one.checksum([0], (layer, layer + 1)) for layer in range(one.layers)]
+    one.values[0][0, 0, 0] += 1
+    changed = [one.checksum([0], (layer, layer + 1)) for layer in range(one.layers)]
+    assert [a == b for a, b in zip(whole, changed, strict=True)] == [False] + [True] * (one.layers - 1)

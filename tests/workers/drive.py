@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from transfer.channel import Chunk, Ending
+from transfer.channel import Chunk, Ending, Layers
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Produced, Reserved
+from workers.engine.engine import Engine, Offer, Produced, Reserved
 from workers.engine.model import Model
 from workers.kv.pool import FREE
 
@@ -55,10 +55,10 @@ class Step:
     deltas: list[Delta]
 
 
-def step(one: Engine) -> Step:
+def step(one: Engine, offer: Offer | None = None) -> Step:
     """One step, after which free blocks hold nothing."""
     plan = one.plan()
-    result = one.run(plan.works)
+    result = one.run(plan.works, offer)
     poison(one)
     return Step(plan.started, plan.reserved, result.produced, result.deltas)
 
@@ -94,24 +94,25 @@ def answers(one: Engine, requests: list[Request]) -> list[list[int]]:
     return [output(deltas, each.request_id) for each in requests]
 
 
-def copy_blocks(source: Engine, target: Engine, pairs: Iterable[tuple[int, int]]) -> None:
-    """Copy the KV of blocks from one engine's memory into another's, as (from, to)."""
+def copy_blocks(source: Engine, target: Engine, pairs: Iterable[tuple[int, int]], layers: Layers) -> None:
+    """Copy these layers' KV of blocks from one engine's memory into another's, as (from, to)."""
+    here, size = slice(*layers), source.cache.block_size
+    parts = [[*one.memory.keys[here], *one.memory.values[here]] for one in (source, target)]
     for mine, theirs in pairs:
-        size = source.cache.block_size
-        for a, b in zip(
-            (*source.memory.keys, *source.memory.values), (*target.memory.keys, *target.memory.values), strict=True
-        ):
+        for a, b in zip(*parts, strict=True):
             b[theirs * size : (theirs + 1) * size] = a[mine * size : (mine + 1) * size]
 
 
 class HandOff:
-    """A prompt computed on `prefill` and decoded on `decode`, without channel and threads."""
+    """A prompt computed on `prefill` and decoded on `decode`, without channel and threads. `offers` are the layers of
+    what was copied, in order."""
 
     def __init__(self, prefill: Engine, decode: Engine, one: Request) -> None:
         self.prefill, self.decode, self.request = prefill, decode, one
         self.reserved: Reserved | None = None
         self.ending: Ending | None = None
         self.deltas: list[Delta] = []
+        self.offers: list[Layers] = []
         self._chunks: list[Chunk] = []
         prefill.add(one, hand_off=True)
         decode.reserve(one)
@@ -130,7 +131,7 @@ class HandOff:
     def compute(self) -> Ending:
         """Step both until the prompt is done and D has its blocks, which are copied as they become final."""
         for _ in range(10_000):
-            made, kept = step(self.prefill), step(self.decode)
+            made, kept = step(self.prefill, self._early), step(self.decode)
             self.deltas.extend(made.deltas + kept.deltas)
             self.reserved = self.reserved or next(iter(kept.reserved), None)
             self.take(made)
@@ -145,13 +146,24 @@ class HandOff:
             if one.request_id == self.request.request_id:
                 self._chunks.append(one.chunk)
                 self.ending = one.ending
+        self._copy()
+
+    def _early(self, made: Produced) -> None:
+        """Offered while P's step runs."""
+        if made.request_id == self.request.request_id:
+            assert made.ending is None
+            self._chunks.append(made.chunk)
+            self._copy()
+
+    def _copy(self) -> None:
         if self.reserved is not None:
             first, blocks = self.reserved.first_block, self.reserved.blocks
             for chunk in self._chunks:
                 part = chunk.after(first)
                 start = part.first - first
                 pairs = zip(part.blocks, blocks[start : start + len(part.blocks)], strict=True)
-                copy_blocks(self.prefill, self.decode, pairs)
+                copy_blocks(self.prefill, self.decode, pairs, chunk.layers)
+            self.offers += [chunk.layers for chunk in self._chunks]
             self._chunks = []
 
     def accept(self, ending: Ending) -> bool:

@@ -196,6 +196,39 @@ def test_two_equal_prompts_in_flight_end_up_in_one_set_of_blocks() -> None:
     assert cache.counts() == {"total": 16, "free": 14, "private": 0, "cached": 2, "quarantined": 0, "pinned": 0}
 
 
+def test_duplicates_of_a_hand_off_stay_until_it_is_over() -> None:
+    """A peer's copy of them may be under way."""
+    cache = KVCache(16, SIZE)
+    first, second = sequence(11), Sequence(request([1] * 11), hand_off=True)
+    assert cache.admit(first, 11)
+    assert cache.admit(second, 11)
+    own = list(second.blocks)
+    compute(cache, first)
+    compute(cache, second)
+    assert second.blocks[:2] == first.blocks[:2]
+    assert cache.pool.owners()[own].tolist() == [PRIVATE] * 3
+    third = sequence(40, token=2)
+    assert cache.admit(third, 40)
+    assert not set(third.blocks) & set(own)
+    for one in (first, second, third):
+        cache.release(one)
+    assert cache.counts() == {"total": 16, "free": 14, "private": 0, "cached": 2, "quarantined": 0, "pinned": 0}
+
+
+def test_what_is_held_is_pinned_and_nothing_is_allocated() -> None:
+    cache = KVCache(4, SIZE)
+    serve(cache, sequence(9))
+    held = sequence(15)
+    cache.hold(held)
+    assert (len(held.blocks), held.shared_blocks, held.computed) == (2, 2, 2 * SIZE)
+    assert not cache.admit(sequence(12, token=2), 12)
+    cache.release(held)
+    assert cache.admit(sequence(12, token=2), 12)
+    nothing = sequence(15, token=3)
+    cache.hold(nothing)
+    assert nothing.blocks == []
+
+
 @pytest.mark.parametrize("length", [SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 4 * SIZE])
 def test_a_token_is_always_left_to_compute(length: int) -> None:
     cache = KVCache(16, SIZE)

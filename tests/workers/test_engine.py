@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+import workers.engine.engine
 from tests import model_zoo
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, StepResult
+from workers.engine.engine import Engine, Produced, StepResult
+from workers.engine.layerwise import cuts
 from workers.engine.model import Model
 
 BLOCK = 16
@@ -95,6 +97,48 @@ def test_handed_over(case: Callable[[str], Case], arch: str, step_tokens: int) -
             assert {delta.cached_tokens for delta in hand_off.deltas} == {len(prompt) - 1 if turn else 0}
     assert_idle(prefill)
     assert_idle(decode)
+
+
+@each_architecture
+def test_handed_over_layer_by_layer(case: Callable[[str], Case], arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D has room before P begins, and each part of a last chunk is copied the moment it is offered."""
+    monkeypatch.setattr(workers.engine.engine, "EARLY_TOKENS", 2)
+    this = case(arch)
+    prefill, decode = engine(this.model, step_tokens=32), engine(this.model)
+    layers = len(this.model.layers)
+    for prompt, expected in zip(this.prompts, this.expected, strict=True):
+        hand_off = HandOff(prefill, decode, request(prompt, TOKENS))
+        hand_off.reserved = next(iter(step(decode).reserved))
+        assert hand_off.run() == expected
+        last = (len(prompt) - 1) % 32 + 1
+        ends = sorted({*cuts(layers), layers}) if last >= 2 else [layers]
+        assert [end for _, end in hand_off.offers[-len(ends) :]] == ends
+        assert hand_off.offers[-len(ends)][0] == 0
+    assert_idle(prefill)
+    assert_idle(decode)
+
+
+def test_what_is_cached_is_offered_before_anything_is_computed(tiny: Model) -> None:
+    prefill, decode = engine(tiny, step_tokens=32), engine(tiny)
+    prompt = list(range(100))
+    HandOff(prefill, decode, request(prompt, TOKENS)).run()
+    again = request([*prompt[:80], *range(300, 350)], TOKENS)
+    prefill.add(again, hand_off=True)
+    offered: list[Produced] = []
+    plan = prefill.plan()
+    monitored = prefill.model.compute
+
+    def compute(*args: Any) -> Any:
+        assert [(made.chunk.first, len(made.chunk.blocks)) for made in offered] == [(0, 80 // BLOCK)]
+        return monitored(*args)
+
+    prefill.model.compute = compute  # type: ignore[method-assign]
+    try:
+        result = prefill.run(plan.works, offered.append)
+    finally:
+        prefill.model.compute = monitored  # type: ignore[method-assign]
+    assert [made.chunk.first for made in result.produced] == [80 // BLOCK]
+    prefill.abort(again.request_id)
 
 
 @each_architecture
@@ -460,6 +504,32 @@ def test_reservations_have_their_places_in_the_running_set(tiny: Model) -> None:
     decode.abort(second)
     step(decode)
     assert (decode.running, decode.waiting) == (3, 1)
+
+
+def test_reservations_do_not_wait_for_prompts_that_come_later(tiny: Model) -> None:
+    """Of which there is one in each step."""
+    decode = engine(tiny)
+    decode.reserve(request(range(40)))
+    for number in range(3):
+        decode.add(request(range(number, number + 21)))
+        if step(decode).reserved:
+            return
+    raise AssertionError("the reservation was not served")
+
+
+def test_prompts_that_come_later_do_not_take_every_block_before_a_reservation(tiny: Model) -> None:
+    block_bytes = engine(tiny).memory.layout.block_bytes
+    decode = engine(tiny, kv_memory=16 * block_bytes, max_model_len=256, max_overtaken=4, prefix_cache=False)
+    for number in range(4):
+        decode.add(request(range(number, number + 40), max_tokens=11 + 7 * (number % 4)))
+    step(decode)
+    decode.reserve(request(range(200), max_tokens=2))
+    for number in range(300):
+        if decode.waiting < 5:
+            decode.add(request(range(number, number + 40), max_tokens=11 + 7 * (number % 4)))
+        if step(decode).reserved:
+            return
+    raise AssertionError("the reservation was not served")
 
 
 def test_a_queue_at_its_bound_is_full(tiny: Model) -> None:

@@ -3,21 +3,27 @@
 A request is added in one of two ways. `add`: compute the prompt and, unless it is handed off, generate the answer.
 `reserve`: keep blocks for a prompt that a peer computes; `accept` starts decoding once they are filled, `recompute`
 falls back to computing here.
+
+Cached prefixes travel without a request of their own: `lend` offers what is here to a peer, `borrow` keeps blocks for
+what a peer offers, and `borrowed` makes them part of the cache.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transfer.channel import Chunk, Ending
 from transfer.layout import KVLayout
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import StartError, WorkerConfig
+from workers.engine.attention import Backend
 from workers.engine.attention.choice import choose
 from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.batch import build
 from workers.engine.graphs import DecodeGraphs
+from workers.engine.layerwise import LayerWatch, cuts
 from workers.engine.model import Model, context_length
 from workers.engine.sampler import NO_TOKEN, sample
 from workers.kv.cache import KVCache
@@ -25,10 +31,14 @@ from workers.kv.memory import KVMemory
 from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
 
+EARLY_TOKENS = 128
+"""A last chunk of at least so many tokens is offered layer by layer, and asks for room on the peer before it runs:
+shorter ones are computed in less time than that takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """Blocks of a handed-off sequence that became final in a step; `ending` with the last ones."""
+    """What became final of a handed-off sequence's KV; `ending` with the last of it."""
 
     request_id: str
     chunk: Chunk
@@ -44,10 +54,13 @@ class Reserved:
     blocks: tuple[int, ...]
 
 
+Offer = Callable[[Produced], None]
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """What the next step will compute, the hand-offs that will be at it for more than this step, and reservations
-    that were served."""
+    """What the next step will compute, the hand-offs that will be at it for long enough to ask for room meanwhile, and
+    reservations that were served."""
 
     works: list[Work] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
@@ -103,13 +116,16 @@ class Engine:
         limits = Limits(config.step_tokens, config.max_running, config.max_overtaken)
         self._scheduler = Scheduler(self.cache, limits)
         self._max_running, self._max_waiting = config.max_running, config.max_waiting
+        self._max_overtaken = config.max_overtaken
         self._sequences: dict[str, Sequence] = {}
         self._reservations: deque[Sequence] = deque()
+        self._layers = len(model.layers)
 
     @property
     def running(self) -> int:
-        """Sequences that hold blocks."""
-        return len(self._sequences) - self.waiting
+        """Sequences that hold blocks, those aside that only copy what is cached."""
+        aside = sum(one.stage in (Stage.BORROWING, Stage.LENDING) for one in self._sequences.values())
+        return len(self._sequences) - self.waiting - aside
 
     @property
     def waiting(self) -> int:
@@ -126,6 +142,10 @@ class Engine:
         """Whether a step would do something now or soon."""
         return bool(self._scheduler.running or self._scheduler.waiting or self._reservations)
 
+    def found(self, request: Request) -> int:
+        """How many of a prompt's tokens are cached here."""
+        return self.cache.found(Sequence(request))
+
     def add(self, request: Request, hand_off: bool = False) -> None:
         """Queue a request. Raises ValueError when it can never run here."""
         self._scheduler.add(self._new(request, hand_off))
@@ -134,6 +154,7 @@ class Engine:
         """Queue a request whose prompt a peer computes; `Reserved` follows from a step."""
         sequence = self._new(request, hand_off=False)
         sequence.stage = Stage.INCOMING
+        self._scheduler.number(sequence)
         self._reservations.append(sequence)
 
     def accept(self, request_id: str, first_token: int, cached_tokens: int) -> bool:
@@ -160,6 +181,37 @@ class Engine:
         self._scheduler.add(sequence)
         return held
 
+    def borrow(self, request: Request) -> Reserved | None:
+        """Keep blocks for those of a prompt that are not cached here; None when there are no such, or no room at once
+        without taking it from prompts that wait for blocks."""
+        sequence = self._new(request, hand_off=False)
+        sequence.stage = Stage.BORROWING
+        if self._scheduler.short or not self.cache.admit(sequence, sequence.prompt_length, whole=True):
+            self._drop(request.request_id, ())
+            return None
+        blocks = tuple(sequence.blocks[sequence.shared_blocks :])
+        if not blocks:
+            self._drop(request.request_id, ())
+            return None
+        return Reserved(sequence.id, sequence.shared_blocks, blocks)
+
+    def borrowed(self, request_id: str, blocks: int) -> None:
+        """The first `blocks` of those kept by `borrow` are filled, and become the cache's."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.stage is Stage.BORROWING:
+            sequence.computed = (sequence.shared_blocks + blocks) * self.cache.block_size
+            self.cache.commit(sequence)
+            self._drop(request_id, ())
+
+    def lend(self, request: Request, first_block: int) -> Produced:
+        """What is cached of a prompt from its block number `first_block` on, in whole blocks, and perhaps nothing. It
+        stays until `sent`."""
+        sequence = self._new(request, hand_off=True)
+        sequence.stage = Stage.LENDING
+        self.cache.hold(sequence)
+        chunk = Chunk(first_block, tuple(sequence.blocks[first_block:]), (0, self._layers))
+        return Produced(sequence.id, chunk, Ending(NO_TOKEN, 0))
+
     def sent(self, request_id: str) -> None:
         """A hand-off is complete: its blocks may be evicted."""
         self._drop(request_id, ())
@@ -173,22 +225,25 @@ class Engine:
         plan = StepPlan()
         self._serve_reservations(plan)
         incoming = sum(one.stage is Stage.INCOMING for one in self._sequences.values()) - len(self._reservations)
+        if self._reservations and self._held_up(self._reservations[0]):
+            incoming = self._max_running  # prompts that begin would take every block that becomes free
         plan.works, admitted = self._scheduler.schedule(incoming)
         for sequence in admitted:
             self._count(sequence)
         for work in plan.works:
             one = work.sequence
-            if one.hand_off and one.offered_blocks == 0 and work.count < one.remaining:
+            if one.hand_off and (work.count < one.remaining or work.count >= EARLY_TOKENS):
                 plan.started.append(one.id)
         return plan
 
-    def run(self, works: list[Work]) -> StepResult:
-        """Compute the works of a plan."""
+    def run(self, works: list[Work], offer: Offer | None = None) -> StepResult:
+        """Compute the works of a plan. With `offer`, parts of hand-offs are offered before the step's end, too."""
         result = StepResult()
         if not works:
             return result
         batch = build(works, self.cache.block_size, self.model.device)
-        logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, self._backend)
+        backend = self._offering(works, offer) if offer is not None else self._backend
+        logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, backend)
         # This waits for the device, once a step: before the next one is planned into the same buffers, and before
         # blocks are offered to a peer.
         params = [_sampling(work) for work in works]
@@ -240,14 +295,22 @@ class Engine:
         return sequence
 
     def _serve_reservations(self, plan: StepPlan) -> None:
-        # What was preempted, or has to be computed here, goes first: its client has waited longer.
-        while self._reservations and not self._scheduler.waiting and self.running < self._max_running:
+        # Older prompts that wait to be computed here go first. So does what was preempted or has to be computed after
+        # all: it keeps its number.
+        while self._reservations and self.running < self._max_running:
             sequence = self._reservations[0]
+            if sequence.arrival > self._scheduler.oldest:
+                return
             if not self.cache.admit(sequence, sequence.prompt_length, whole=True):
+                sequence.held_up += 1
                 return
             self._reservations.popleft()
             blocks = tuple(sequence.blocks[sequence.shared_blocks :])
             plan.reserved.append(Reserved(sequence.id, sequence.shared_blocks, blocks))
+
+    def _held_up(self, reservation: Sequence) -> bool:
+        """Whether it has lacked blocks for long enough, and waits for nobody older."""
+        return reservation.held_up > self._max_overtaken and reservation.arrival < self._scheduler.oldest
 
     def _count(self, sequence: Sequence) -> None:
         """Hit statistics, once a request: what is computed again after a preemption is not a hit."""
@@ -282,6 +345,39 @@ class Engine:
         elif sequence.hand_off:
             self._produce(sequence, has_token, result)
 
+    def _offering(self, works: list[Work], offer: Offer) -> Backend:
+        """Offer what is cached of hand-offs that begin; the backend that offers long last chunks layer by layer."""
+        last: list[Sequence] = []
+        for work in works:
+            one = work.sequence
+            if not one.hand_off:
+                continue
+            cached = one.computed // self.cache.block_size
+            if cached > one.offered_blocks:
+                offer(Produced(one.id, self._chunk(one, cached, self._layers), None))
+            if work.count == one.remaining and work.count >= EARLY_TOKENS:
+                last.append(one)
+        # On other devices a layer is not computed when its operators have been called.
+        if not last or self.model.device.type != "cpu" or not self.model.in_order:
+            return self._backend
+        ends = cuts(self._layers)
+
+        def after(layer: int) -> None:
+            if layer + 1 in ends:
+                for one in last:
+                    offer(Produced(one.id, self._chunk(one, len(one.blocks), layer + 1), None))
+
+        return LayerWatch(self._backend, after)
+
+    def _chunk(self, sequence: Sequence, stop: int, layers: int) -> Chunk:
+        """What is to be offered next: blocks up to number `stop`, up to so many layers; it counts as offered."""
+        blocks = tuple(sequence.blocks[sequence.offered_blocks : stop])
+        chunk = Chunk(sequence.offered_blocks, blocks, (sequence.offered_layers, layers))
+        sequence.offered_layers = layers
+        if layers == self._layers:
+            sequence.offered_blocks, sequence.offered_layers = stop, 0
+        return chunk
+
     def _produce(self, sequence: Sequence, last: bool, result: StepResult) -> None:
         """Offer what became final. Whole blocks are the cache's by now (or stay until sent), so they cannot move."""
         size = self.cache.block_size
@@ -294,9 +390,7 @@ class Engine:
             self._scheduler.remove(sequence)
         elif stop == sequence.offered_blocks:
             return
-        chunk = Chunk(sequence.offered_blocks, tuple(sequence.blocks[sequence.offered_blocks : stop]))
-        sequence.offered_blocks = stop
-        result.produced.append(Produced(sequence.id, chunk, ending))
+        result.produced.append(Produced(sequence.id, self._chunk(sequence, stop, self._layers), ending))
 
     def _drop(self, request_id: str, quarantine: tuple[int, ...]) -> list[int]:
         sequence = self._sequences.pop(request_id, None)

@@ -97,7 +97,8 @@ class _Probe:
 
 
 class Model:
-    """Weights on a device. `attention` says how each layer attends, and `layers` is the KV geometry of that."""
+    """Weights on a device. `attention` says how each layer attends, `layers` is the KV geometry of that, and `in_order`
+    is whether layers attend in the order of their numbers."""
 
     def __init__(self, path: Path, dtype: str = "auto", device: str = "auto") -> None:
         attention.register()
@@ -155,6 +156,7 @@ class Model:
                 f"{self.config.model_type}: {len(probe.layers)} of {expected} layers use the attention interface"
             )
         # Some models put a window into the mask and do not tell the attention function.
+        self.in_order = list(probe.layers) == sorted(probe.layers)
         told = {one.options.window for one in probe.layers.values()}
         untold = {window for window in attention.mask_windows() - told if window > 0}
         if any(window < context_length(self.config) for window in untold):

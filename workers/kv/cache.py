@@ -86,6 +86,15 @@ class KVCache:
         sequence.computed += partial.tokens
         self.radix.unpin(partial.node)
 
+    def hold(self, sequence: Sequence) -> None:
+        """Pin what is cached of the sequence's tokens, in whole blocks; that is its table."""
+        if (match := self._match(sequence, sequence.length)) is None:
+            return
+        self.radix.pin(match.node)
+        self.radix.touch(match.node)
+        sequence.node, sequence.blocks, sequence.shared_blocks = match.node, match.blocks, len(match.blocks)
+        sequence.computed = len(match.blocks) * self.block_size
+
     def found(self, sequence: Sequence) -> int:
         """Tokens that would not have to be computed if the sequence were admitted now."""
         if not self.reuse:
@@ -120,7 +129,10 @@ class KVCache:
             sequence.node = done.node
         sequence.blocks[:whole] = done.blocks
         sequence.shared_blocks = whole
-        self.pool.release(done.duplicates)
+        if sequence.hand_off:
+            sequence.spare += done.duplicates
+        else:
+            self.pool.release(done.duplicates)
         self.pool.release(done.superseded, CACHED)
 
     def release(self, sequence: Sequence, quarantine: Iterable[int] = ()) -> list[int]:
@@ -137,10 +149,12 @@ class KVCache:
         held = [block for block in private if block in kept]
         self.pool.quarantine(held)
         self.pool.release([block for block in private if block not in kept])
+        self.pool.release(sequence.spare)
         if sequence.node is not None:
             self.radix.renew(sequence.node)
             self.radix.unpin(sequence.node)
         sequence.node, sequence.blocks, sequence.shared_blocks, sequence.computed = None, [], 0, 0
+        sequence.spare = []
         return held
 
     def _keep_tail(self, sequence: Sequence, quarantine: set[int], priority: int, keep_until: float) -> bool:

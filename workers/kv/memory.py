@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import xxhash
 
+from transfer.channel import Layers
 from transfer.layout import KVLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -35,11 +36,12 @@ class KVMemory:
 
     def __init__(self, layout: KVLayout, device: torch.device) -> None:
         self.layout = layout
+        self._regions = layout.regions()
         self.flat = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         slots = layout.num_blocks * layout.block_size
-        regions = iter(layout.regions())
+        regions = iter(self._regions)
         for geometry in layout.layers:
             for views, size in ((self.keys, geometry.key_size), (self.values, geometry.value_size)):
                 region = next(regions)
@@ -52,15 +54,27 @@ class KVMemory:
         for part in (*self.keys, *self.values):
             part[target * size : target * size + tokens] = part[source * size : source * size + tokens]
 
-    def checksum(self, blocks: Sequence[int]) -> int:
-        """xxh3-64 over the blocks' bytes, region by region, in the given order; does not depend on how ids run."""
+    def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
+        """xxh3-64 over these layers of the blocks, region by region, in the given order; does not depend on how ids
+        run."""
         digest = xxhash.xxh3_64()
         pieces = list(runs(blocks))
-        for region in self.layout.regions():
+        begin, end = layers
+        for region in self._regions[2 * begin : 2 * end]:
             for first, count in pieces:
                 start = region.offset + first * region.block_bytes
                 digest.update(self._bytes(start, count * region.block_bytes))
         return digest.intdigest()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.keys)
+
+    def size(self, blocks: int, layers: Layers) -> int:
+        """Bytes of these layers of so many blocks."""
+        begin, end = layers
+        return blocks * sum(region.block_bytes for region in self._regions[2 * begin : 2 * end])
 
     def _bytes(self, start: int, length: int) -> memoryview | bytes:
         if self.flat.is_cuda:

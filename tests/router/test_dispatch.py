@@ -1,0 +1,88 @@
+"""The dispatcher over workers that are not there: whom it asks when some of them have failed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.config import GatewayConfig, RouterConfig
+from router.gateway.dispatch import Dispatcher, Prompt
+from router.route import Router
+from router.view import View
+from transfer.messages import Delta, Outcome, SamplingParams, pack_tokens
+from transfer.prefix import PrefixChain, root_key
+
+
+class Dead:
+    """A directory of workers of which one has died, which nobody has noticed yet: the one that is asked first."""
+
+    def __init__(self, role: str) -> None:
+        self.dispatcher: Dispatcher | None = None
+        self._role = role
+        self._dead = ""
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        assert self.dispatcher is not None
+        if method != "generate":
+            return None
+        request, decode, *_ = args
+        needed = name if self._role == "prefill" else decode
+        self._dead = self._dead or needed
+        if needed == self._dead:
+            return Outcome("failed", error=f"no answer from {needed}")
+        self.dispatcher.deliver([Delta(request.request_id, 0, (7, 8), 0, "length")])
+        return Outcome("handed off")
+
+
+@pytest.mark.parametrize(("failing", "workers"), [("decode", (1, 2)), ("prefill", (2, 1)), ("decode", (2, 2))])
+async def test_a_worker_that_failed_is_asked_again_only_where_its_role_has_no_other(
+    failing: str, workers: tuple[int, int]
+) -> None:
+    roles = zip(("prefill", "decode"), workers, strict=True)
+    view = View([(f"{role}-{number}", role) for role, count in roles for number in range(count)])
+    config = RouterConfig(local_tokens=0, attempts=2)
+    directory = Dead(failing)
+    directory.dispatcher = Dispatcher("g", Router(view, config), directory, config, GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(50))
+    prompt = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16))
+    given = [output async for output in directory.dispatcher.generate(prompt, SamplingParams(2))]
+    assert [output.tokens for output in given] == [(7, 8)]
+    await asyncio.sleep(0)
+
+
+class Forgetful:
+    """A directory of decode workers that have lost everything."""
+
+    def __init__(self) -> None:
+        self.dispatcher: Dispatcher | None = None
+        self.asked: list[tuple[str, str | None]] = []
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        assert self.dispatcher is not None
+        if method != "generate":
+            return None
+        request, decode, _, new_tokens = args
+        self.asked.append((name, decode))
+        if new_tokens is not None:
+            return Outcome("stale")
+        self.dispatcher.deliver([Delta(request.request_id, 0, (7, 8), 0, "length")])
+        return Outcome("handed off")
+
+
+async def test_decode_workers_that_lack_what_was_believed_cost_one_detour_and_no_candidate() -> None:
+    view = View([("prefill-0", "prefill"), *((f"decode-{number}", "decode") for number in range(3))])
+    config = RouterConfig(candidates=1)
+    directory, router = Forgetful(), Router(view, config)
+    directory.dispatcher = Dispatcher("g", router, directory, config, GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(2000))
+    prompt = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16))
+    for number in range(3):
+        router.holds(f"decode-{number}", prompt.chain)
+    given = [output async for output in directory.dispatcher.generate(prompt, SamplingParams(2))]
+    assert [output.tokens for output in given] == [(7, 8)]
+    (first, nobody), (second, decode) = directory.asked
+    assert (first[:6], nobody, second) == ("decode", None, "prefill-0")
+    assert decode is not None
+    await asyncio.sleep(0)
+    assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())
+    assert view.workers[first].held.match(prompt.chain.keys) == (125 if first == decode else 0)

@@ -1,0 +1,47 @@
+"""SpeedMeter: what a worker measures of itself while it works, for routers to plan with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transfer.messages import Speeds, TransferStats
+from workers.scheduler import Work
+
+MIN_TOKENS = 64
+"""Prompt tokens of a step from which its speed is that of prompts, and not of a step as such."""
+MIN_SENDING_S = 0.005
+"""Time with a write under way from which its speed is taken."""
+WEIGHT = 0.2
+"""Of the newest measurement in the running mean."""
+
+
+class SpeedMeter:
+    """Running means. Steps are told by the engine thread, hand-overs by the asyncio thread."""
+
+    def __init__(self) -> None:
+        self._prompt_tokens_s = 0.0
+        self._handover_s = 0.0
+        self._bytes_s = 0.0
+        self._sent = (0, 0.0)
+
+    def step(self, works: Iterable[Work], seconds: float) -> None:
+        """A step has been computed."""
+        tokens = sum(work.count for work in works if work.count > 1)
+        if tokens >= MIN_TOKENS:
+            self._prompt_tokens_s = _mean(self._prompt_tokens_s, tokens / seconds)
+
+    def handed_over(self, seconds: float) -> None:
+        """A hand-over was complete, so long after its first token."""
+        self._handover_s = _mean(self._handover_s, seconds)
+
+    def now(self, transfers: TransferStats) -> Speeds:
+        """All that is known; what was sent since the last time is taken in."""
+        sent, seconds = transfers.sent_bytes - self._sent[0], transfers.sending_s - self._sent[1]
+        if seconds >= MIN_SENDING_S:
+            self._bytes_s = _mean(self._bytes_s, sent / seconds)
+            self._sent = transfers.sent_bytes, transfers.sending_s
+        return Speeds(self._prompt_tokens_s, self._handover_s, self._bytes_s)
+
+
+def _mean(before: float, now: float) -> float:
+    return before + WEIGHT * (now - before) if before else now
