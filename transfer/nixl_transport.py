@@ -55,7 +55,7 @@ def _start_agent(name: str, config: TransferConfig) -> Any:
     """A NIXL agent that listens where it should. Raises TransportError."""
     if config.ports is None:
         return _new_agent(name, config.backend)
-    address = ucx.listen_address(config)
+    address, failed = ucx.listen_address(config), 0
     while True:
         port = ucx.free_port(config.ports, address)
         # Never the whole range: while every port of it is taken, UCX tries them again and again without end.
@@ -63,7 +63,9 @@ def _start_agent(name: str, config: TransferConfig) -> Any:
         try:
             return _new_agent(name, config.backend)
         except TransportError:
-            if ucx.is_free(port, address):  # nobody was quicker, so it is not about the port
+            # If nobody has taken the port, it was not about that; or somebody was just trying it out.
+            failed += ucx.is_free(port, address)
+            if failed == ucx.TRIES:
                 raise
 
 

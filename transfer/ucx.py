@@ -14,6 +14,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 
 import psutil
@@ -22,6 +23,8 @@ from transfer.channel import TransportError
 from transfer.config import TransferConfig, parse_ports
 
 CHECK_TIMEOUT_S = 60.0
+TRIES, TRY_S = 3, 0.1
+"""How often a range of ports is gone through, and the longest pause behind each time."""
 _CHECK = """
 from nixl._api import nixl_agent, nixl_agent_config
 nixl_agent("check", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
@@ -118,9 +121,11 @@ def free_port(ports: str, address: str) -> int:
     """A port of the range that can be bound, chosen at random: workers that start at once rarely meet. Raises
     TransportError when there is none."""
     wanted = parse_ports(ports)
-    for port in random.sample(wanted, len(wanted)):
-        if is_free(port, address):
-            return port
+    for _ in range(TRIES):
+        for port in random.sample(wanted, len(wanted)):
+            if is_free(port, address):
+                return port
+        time.sleep(random.uniform(0, TRY_S))  # others may just have been trying the same ones out
     raise TransportError(f"transfer.ports: no port of {ports} can be bound on {address or socket.gethostname()}")
 
 

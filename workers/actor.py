@@ -193,9 +193,12 @@ class Worker:
             await self._fetch.prepare(request, fetch)
             if outcome.done():  # aborted meanwhile
                 return await outcome
+            if decode is not None and not await self._handover.begin(job):
+                return Outcome("failed", error="a transfer of this request is over already")
+            if outcome.done():
+                self._handover.cancel(job.id, "aborted")
+                return await outcome
             job.decode = decode
-            if decode is not None:
-                self._handover.begin(job)
             if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens)):
                 return Outcome("stale")
             return await asyncio.wait_for(asyncio.shield(outcome), job.deadline - time.monotonic())

@@ -16,15 +16,15 @@ import numpy as np
 
 from transfer.channel import TransportError
 from transfer.config import TransferConfig
-from transfer.directory import Directory, PeerError
+from transfer.directory import Directory, PeerError, PeerTimeout
 from transfer.messages import Outcome, Request, Reservation, Reserve, Source, unpack_tokens
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.takeover import TakeOver
 
 _log = logging.getLogger(__name__)
-MIN_S, PATIENCE = 0.5, 4.0
-"""A fetch may take so many seconds, and so many times what the router expects of it."""
+MIN_S, PATIENCE = 2.0, 4.0
+"""A lender may take so many seconds, most of them for a step that it computes, and so many times what is expected."""
 LATE_S = 30.0
 """How long nothing is fetched from a worker that did not answer in time."""
 
@@ -77,7 +77,9 @@ class Fetch:
             await asyncio.wait({one.task}, timeout=one.part.timeout_s)
             if not _came(one.task):
                 return
-        if source is not None and time.monotonic() > self._late.get(source.worker, 0.0):
+        if source is None or request.request_id not in self._front.jobs:  # aborted meanwhile
+            return
+        if time.monotonic() > self._late.get(source.worker, 0.0):
             await self._fetch(request, source)
 
     def cancel(self, request_id: str) -> None:
@@ -96,24 +98,23 @@ class Fetch:
         return best if found < min(common, request.prompt_tokens - 1) and best in self._under_way else None
 
     async def _fetch(self, request: Request, source: Source) -> None:
-        timeout = min(request.timeout_s, self._config.call_timeout_s, MIN_S + PATIENCE * source.seconds)
+        patience = min(self._config.call_timeout_s, MIN_S + PATIENCE * source.seconds)
         part = replace(
             request,
             # A second fetch for the same request must not be taken for the first, on any worker.
             request_id=f"{request.request_id}/{self._name}/{uuid.uuid4().hex[:8]}",
             prompt=request.prompt[: 4 * source.tokens],
             sampling=replace(request.sampling, max_tokens=1),
-            timeout_s=timeout,
+            timeout_s=min(request.timeout_s, patience),
         )
         one = _UnderWay(part, request.request_id, asyncio.create_task(self._bring(part, source.worker)))
         self._under_way.append(one)
         try:
-            await asyncio.wait({one.task}, timeout=timeout)
+            # Its own steps and the lender's answer together.
+            await asyncio.wait({one.task}, timeout=min(request.timeout_s, 2 * self._config.call_timeout_s))
         finally:
             self._under_way.remove(one)
-            if not one.task.done():
-                self._late[source.worker] = time.monotonic() + LATE_S
-                one.task.cancel()
+            one.task.cancel()
             if (job := self._front.jobs.pop(part.request_id, None)) is not None:
                 await self._takeover.release(job)
         if not _came(one.task):
@@ -150,7 +151,11 @@ class Fetch:
         if reservation is None:
             return
         arguments = (part, reservation, self._name, peer.incarnation)
-        outcome: Outcome = await self._directory.call(source, "lend", *arguments, timeout=part.timeout_s)
+        try:
+            outcome: Outcome = await self._directory.call(source, "lend", *arguments, timeout=part.timeout_s)
+        except PeerTimeout:
+            self._late[source] = time.monotonic() + LATE_S
+            raise
         if outcome.status == "stale":
             await self._handover.forget(source, peer.incarnation)
         if outcome.status != "handed off":

@@ -34,9 +34,10 @@ class HandOver:
         self._config = config
         self._peers: dict[str, Peer] = {}
 
-    def begin(self, job: Job) -> None:
-        """The prompt is about to be computed: its chunks are kept until the decode worker has answered."""
-        self._front.post(lambda loop: loop.sender.start(job.id, job.deadline))
+    async def begin(self, job: Job) -> bool:
+        """The prompt is about to be computed: its chunks are kept until the decode worker has answered. False when a
+        transfer of this id is over already."""
+        return bool(await self._front.on_transfer(lambda loop: loop.sender.start(job.id, job.deadline)))
 
     def cancel(self, request_id: str, reason: str) -> None:
         """Send nothing more. The channel says so once nothing is in flight, and `ended` ends the job."""
@@ -92,9 +93,11 @@ class HandOver:
         """Let the job's blocks be written to the worker `receiver`, which has kept room. Raises PeerError and
         TransportError."""
         known = self._peers.get(receiver)
-        if known is not None and known.incarnation != reservation.incarnation:
+        if known is not None and known.incarnation < reservation.incarnation:
             await self.forget(receiver, known.incarnation)
         peer = await self.peer(receiver)
+        if peer.incarnation != reservation.incarnation:  # its block ids mean something else by now
+            raise PeerError(f"{receiver} has another life than the one that kept the blocks")
         await self._front.on_transfer(lambda loop: loop.open(job.id, reservation, peer))
         job.connected_at = time.monotonic()
 

@@ -158,22 +158,23 @@ class Dispatcher:
             keep_s=prompt.keep_s,
             tenant=prompt.tenant,
         )
-        plan = self._plan(prompt, request, avoid)
+        plan, avoid = self._plan(prompt, request, avoid)
         _log.debug("request %s: %s", request.request_id, plan)
         attempt = _Attempt(request, plan, self._router.dispatch(plan, prompt.chain, request.prompt_tokens))
         self._attempts[request.request_id] = attempt
         self._spawn(self._run(attempt, prompt, avoid))
         return attempt
 
-    def _plan(self, prompt: Prompt, request: Request, avoid: frozenset[str]) -> Plan:
-        """A plan without the workers of attempts that failed. Of a pair one may be at fault alone, and the view may not
-        know yet that it is dead: so only where a role has no others left, those of this role are asked again."""
+    def _plan(self, prompt: Prompt, request: Request, avoid: frozenset[str]) -> tuple[Plan, frozenset[str]]:
+        """A plan without the workers of attempts that failed, and which of them it is without. Of a pair one may be at
+        fault alone, and the view may not know yet that it is dead: so only where a role has no others left, those of
+        this role are asked again."""
         generate = request.sampling.max_tokens > 1
         decode = frozenset(name for name in avoid if self._router.view.workers[name].role == DECODE)
         reason = ""
         for some in dict.fromkeys((avoid, decode, avoid - decode, frozenset[str]())):
             try:
-                return self._router.plan(prompt.chain, request.prompt_tokens, generate, some)
+                return self._router.plan(prompt.chain, request.prompt_tokens, generate, some), some
             except NoWorkers as error:
                 reason = str(error)
         raise unavailable(reason)
@@ -216,8 +217,9 @@ class Dispatcher:
                 return
             attempt.ticket.close()
             if not left or not self._again(attempt, prompt, avoid, local_tokens):
-                message = f"every candidate is busy; the last had {outcome.queued} requests queued"
-                attempt.queue.put_nowait(overloaded(message))
+                busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
+                lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
+                attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)
                 return
 
     def _again(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str], local_tokens: int | None) -> bool:
@@ -227,7 +229,7 @@ class Dispatcher:
             attempt.plan = self._router.plan(prompt.chain, tokens, generate, avoid, local_tokens)
         except NoWorkers:
             return False
-        attempt.ticket = self._router.dispatch(attempt.plan, prompt.chain, tokens)
+        attempt.ticket, attempt.begun = self._router.dispatch(attempt.plan, prompt.chain, tokens), False
         return True
 
     def _computed(self, attempt: _Attempt, chain: PrefixChain, cached: int) -> None:

@@ -86,3 +86,28 @@ async def test_decode_workers_that_lack_what_was_believed_cost_one_detour_and_no
     await asyncio.sleep(0)
     assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())
     assert view.workers[first].held.match(prompt.chain.keys) == (125 if first == decode else 0)
+
+
+class Fickle(Forgetful):
+    """The only decode worker fails once and has then lost everything."""
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        if method == "generate" and not self.asked:
+            self.asked.append((name, args[1]))
+            return Outcome("failed", error="engine")
+        return await super().call(name, method, *args, timeout=timeout)
+
+
+async def test_a_decode_worker_that_failed_and_then_lacks_what_was_believed_is_not_called_busy() -> None:
+    view = View([("prefill-0", "prefill"), ("decode-0", "decode")])
+    config = RouterConfig()
+    directory, router = Fickle(), Router(view, config)
+    directory.dispatcher = Dispatcher("g", router, directory, config, GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(2000))
+    prompt = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16))
+    router.holds("decode-0", prompt.chain)
+    given = [output async for output in directory.dispatcher.generate(prompt, SamplingParams(2))]
+    assert [output.tokens for output in given] == [(7, 8)]
+    assert directory.asked[-1] == ("prefill-0", "decode-0")
+    await asyncio.sleep(0)
+    assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.workers.house import NEVER_S, OUTPUT, Answer, Call, House, give_back, occupy, only, until
-from transfer.messages import Outcome, Request, Source
+from transfer.messages import Outcome, Request, Reservation, Source
 from workers.engine.engine import Engine
 
 LONG = 3
@@ -297,6 +297,27 @@ def test_a_lender_that_dies_or_restarts(house: House, point: str) -> None:
 
 async def at_rest(house: House, name: str) -> bool:
     return await house._unrest(house.calls.actors[name]) is None
+
+
+def test_blocks_of_another_life_are_not_written_to(house: House) -> None:
+    """A call that the borrower's former life has made arrives when the lender knows the present one."""
+
+    async def scenario() -> tuple[str, bool]:
+        request = await primed(house, b"former")
+        assert (await alone(house, "p", request, Source("d", PREFIX))) == ("right", PREFIX)
+        known = house.d._handover._peers["p"]
+        former = Reservation(known.incarnation - 1, 0, tuple(range(BLOCKS)))
+        part = replace(house.request(LONG, b"former"), prompt=request.prompt[: 4 * PREFIX])
+        blocks = await occupy(house.p)
+        house.p._engine.memory.flat.fill_(0x55)
+        outcome = await house.calls.call("d", "lend", part, former, "p", house.d.incarnation, timeout=3.0)
+        await house.p._front.on_transfer(lambda loop: loop.transport.receive())
+        untouched = bool((house.p._engine.memory.flat == 0x55).all())
+        await give_back(house.p, blocks)
+        assert house.d._handover._peers["p"] is known
+        return outcome.status, untouched
+
+    assert house.run(scenario()) == ("failed", True)
 
 
 def test_more_to_compute_than_expected_is_stale(house: House) -> None:

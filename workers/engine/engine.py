@@ -124,7 +124,8 @@ class Engine:
     @property
     def running(self) -> int:
         """Sequences that hold blocks, those aside that only copy what is cached."""
-        aside = sum(one.stage in (Stage.BORROWING, Stage.LENDING) for one in self._sequences.values())
+        # A copy: other threads read this, too, while sequences come and go.
+        aside = sum(one.stage in (Stage.BORROWING, Stage.LENDING) for one in list(self._sequences.values()))
         return len(self._sequences) - self.waiting - aside
 
     @property
@@ -183,10 +184,11 @@ class Engine:
 
     def borrow(self, request: Request) -> Reserved | None:
         """Keep blocks for those of a prompt that are not cached here; None when there are no such, or no room at once
-        without taking it from prompts that wait for blocks."""
+        without taking it from those that wait for blocks."""
         sequence = self._new(request, hand_off=False)
         sequence.stage = Stage.BORROWING
-        if self._scheduler.short or not self.cache.admit(sequence, sequence.prompt_length, whole=True):
+        wanted = self._scheduler.short or any(one.held_up for one in self._reservations)
+        if wanted or not self.cache.admit(sequence, sequence.prompt_length, whole=True):
             self._drop(request.request_id, ())
             return None
         blocks = tuple(sequence.blocks[sequence.shared_blocks :])
