@@ -78,7 +78,7 @@ class Router:
         Raises NoWorkers."""
         most = self._config.local_tokens if local_tokens is None else local_tokens
         able = [worker for worker in self.view.able(PREFILL, BOTH) if worker.name not in avoid]
-        if not self.view.able(DECODE):
+        if all(worker.name in avoid for worker in self.view.able(DECODE)):
             able = [worker for worker in able if worker.role == BOTH]
         if not able:
             raise NoWorkers("no prefill worker is available" if self.view.able(DECODE, BOTH) else "no decode worker")

@@ -93,6 +93,12 @@ def test_without_decode_workers_only_both_can_answer() -> None:
         route.plan(chain([1]), 1, True)
 
 
+def test_when_every_decode_worker_is_avoided_both_can_answer() -> None:
+    route, _ = router(prefill=2, decode=1, both=1)
+    avoid = frozenset(["decode-0"])
+    assert {route.plan(chain([number] * 50), 50, True, avoid).prefill for number in range(20)} == {"both-0"}
+
+
 @given(st.lists(st.tuples(st.integers(1, 500), st.booleans(), st.booleans()), max_size=60))
 def test_counts_return_to_zero_however_requests_end(requests: list[tuple[int, bool, bool]]) -> None:
     route, view = router(both=1)
