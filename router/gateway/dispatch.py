@@ -128,9 +128,8 @@ class Dispatcher:
                         sent.extend(delta.tokens)
                         attempt.finished = delta.finish_reason is not None
                         if attempt.finished:
-                            self._router.holds(
-                                attempt.answers, prompt.chain.extended(prompt.tokens + pack_tokens(sent))
-                            )
+                            known = prompt.tokens + pack_tokens(sent[:-1])  # the last token's KV is not computed
+                            self._router.holds(attempt.answers, prompt.chain.extended(known))
                         yield Output(delta.tokens, cached, delta.finish_reason)
                         if attempt.finished:
                             return

@@ -111,3 +111,18 @@ async def test_a_decode_worker_that_failed_and_then_lacks_what_was_believed_is_n
     assert directory.asked[-1] == ("prefill-0", "decode-0")
     await asyncio.sleep(0)
     assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())
+
+
+async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> None:
+    """Whose KV nobody has computed: with it the second block would be whole."""
+    view = View([("prefill-0", "prefill"), ("decode-0", "decode")])
+    config = RouterConfig(local_tokens=0)
+    directory, router = Forgetful(), Router(view, config)
+    directory.dispatcher = Dispatcher("g", router, directory, config, GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(30))
+    prompt = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16))
+    given = [output async for output in directory.dispatcher.generate(prompt, SamplingParams(2))]
+    assert [output.tokens for output in given] == [(7, 8)]
+    await asyncio.sleep(0)
+    whole = prompt.chain.extended(tokens + pack_tokens([7, 8]))
+    assert (len(whole.keys), view.workers["decode-0"].held.match(whole.keys)) == (2, 1)
