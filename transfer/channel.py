@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from transfer.messages import Manifest, MessageError, Reservation, TransferStats, decode, encode
+from transfer.messages import Manifest, MessageError, Piece, Reservation, TransferStats, decode, encode
 
 Layers = tuple[int, int]
 """Consecutive layers `[begin, end)`."""
@@ -123,7 +123,7 @@ class _Transfer:
     ready: list[Chunk] = field(default_factory=list)
     ending: Ending | None = None
     in_flight: list[Any] = field(default_factory=list)
-    checksums: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    checksums: list[Piece] = field(default_factory=list)
     manifest_posted: bool = False
     failure: str | None = None
     stalled_at: float = float("inf")

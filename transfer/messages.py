@@ -146,12 +146,15 @@ class Reservation:
     blocks: tuple[int, ...]
 
 
+Piece = tuple[int, int, int, int, int]
+"""What of a prompt has travelled: first block number, blocks, first layer, layer behind the last, xxh3-64."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The last message of a transfer. It travels as the transport's notification behind the last write.
 
-    `checksums` are `(first block number, blocks, first layer, layer behind the last, xxh3-64)` and cover everything
-    that travelled.
+    `checksums` cover everything that travelled.
     """
 
     lease_id: str
@@ -159,7 +162,7 @@ class Manifest:
     sender_incarnation: int
     first_token: int
     cached_tokens: int
-    checksums: tuple[tuple[int, int, int, int, int], ...]
+    checksums: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class Fetch:
         nothing is in flight any more."""
         outcome = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + request.timeout_s
-        job = Job(request, deadline, outcome=outcome, decode=borrower, reserving=True, aside=True)
+        job = Job(request, deadline, outcome=outcome, decode=borrower, aside=True)
         if not await self._front.on_transfer(lambda loop: loop.sender.start(job.id, job.deadline)):
             return Outcome("failed", error=f"{self._name} cannot lend: the lease is over")
         self._front.jobs[job.id] = job

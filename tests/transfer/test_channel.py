@@ -6,74 +6,17 @@ from typing import Any
 
 import pytest
 
+from tests.transfer.pair import ALL, DEADLINE, ENDING, LAYERS, Pair
 from transfer.channel import (
     FENCE_S,
     Accepted,
     Chunk,
-    Ending,
     Layers,
-    Lease,
-    Receiver,
-    Refused,
-    Sender,
     SendFailed,
     Sent,
 )
-from transfer.loopback import LoopbackPool, LoopbackTransport, Network
-from transfer.messages import Manifest, Reservation, TransferStats, decode, encode
-
-ENDING = Ending(first_token=5, cached_tokens=16)
-DEADLINE = 10.0
-LAYERS = 9
-ALL = (0, LAYERS)
-
-
-class Pair:
-    """P's block i holds b"P<i>". The request's prompt has the blocks 10, 11, … on P."""
-
-    def __init__(self, blocks: tuple[int, ...] = (4, 2, 9), first_block: int = 0) -> None:
-        self.network = Network(pools={"P": {i: b"P%d" % i for i in range(20)}, "D": {i: b"D%d" % i for i in range(20)}})
-        self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
-        self.on = {name: LoopbackPool(self.network, name, LAYERS) for name in "PD"}
-        self.stats = {name: TransferStats() for name in "PD"}
-        self.sender = Sender(self.p, 7, self.on["P"], stall_s=1000, stats=self.stats["P"])
-        self.receiver = Receiver(8, self.on["D"], self.stats["D"])
-        self.lease = Lease("r", "p", "P", 7, first_block, blocks, DEADLINE)
-        self.reservation = Reservation(8, first_block, blocks)
-        self.sender.start("r", DEADLINE)
-
-    def reserve(self) -> None:
-        self.receiver.open(self.lease)
-        self.sender.connect("r", self.reservation, "D")
-
-    def offer_all(self) -> None:
-        """Three blocks in two chunks."""
-        self.sender.offer("r", Chunk(0, (10, 11), ALL))
-        self.sender.offer("r", Chunk(2, (12,), ALL), ENDING)
-
-    def step(self, now: float = 0.0) -> list[Sent | SendFailed]:
-        return self.sender.step(now)
-
-    def settle(self, now: float = 0.0) -> list[Sent | SendFailed]:
-        return [event for _ in range(5) for event in self.step(now)]
-
-    def judge(self) -> list[Accepted | Refused]:
-        judged = [self.receiver.on_notification(*message) for message in self.d.receive()]
-        return [one for one in judged if one is not None]
-
-    def on_d(self, *blocks: int) -> list[bytes]:
-        return [self.network.pools["D"][block] for block in blocks]
-
-
-def pair_with_manifest(**changes: int) -> tuple[Pair, bytes]:
-    """A transfer whose manifest has been taken off the network before D saw it, and perhaps changed."""
-    pair = Pair()
-    pair.reserve()
-    pair.offer_all()
-    assert pair.settle() == [Sent("r")]
-    ((agent, message),) = pair.d.receive()
-    assert agent == "P"
-    return pair, encode(dataclasses.replace(decode(Manifest, message), **changes))
+from transfer.loopback import Network
+from transfer.messages import Reservation
 
 
 def test_a_prompt_arrives() -> None:
@@ -156,50 +99,6 @@ def test_layers_of_a_chunk_travel_as_they_become_final() -> None:
     assert isinstance(accepted, Accepted)
     assert [entry[:4] for entry in accepted.manifest.checksums] == [(0, 1, *ALL), (1, 2, 0, 2), (1, 2, 2, LAYERS)]
     assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"]
-
-
-@pytest.mark.parametrize(
-    "layers",
-    [
-        [(0, 2)],
-        [(0, 2), (3, LAYERS)],
-        [(0, 2), (1, LAYERS)],
-        [(2, LAYERS), (0, 2)],
-        [(0, LAYERS), (2, LAYERS)],
-        [(0, 2), (2, 5), (2, LAYERS)],
-    ],
-)
-def test_a_manifest_that_leaves_layers_out_or_tells_them_twice_is_refused(layers: list[tuple[int, int]]) -> None:
-    pair, message = pair_with_manifest()
-    digest = pair.on["P"].checksum
-    entries = tuple((0, 3, *one, digest((10, 11, 12), one)) for one in layers)
-    (judged,) = [
-        pair.receiver.on_notification("P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries)))
-    ]
-    assert isinstance(judged, Refused)
-
-
-def test_layers_of_different_blocks_prove_nothing() -> None:
-    pair, message = pair_with_manifest()
-    digest = pair.on["P"].checksum
-    entries = ((0, 3, 0, 2, digest((10, 11, 12), (0, 2))), (0, 2, 2, LAYERS, digest((10, 11), (2, LAYERS))))
-    judged = pair.receiver.on_notification(
-        "P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries))
-    )
-    assert isinstance(judged, Refused)
-
-
-@pytest.mark.parametrize("have", [0, 1, 2, 3])
-def test_an_open_end_takes_what_the_sender_has(have: int) -> None:
-    pair = Pair()
-    pair.lease.open_end = True
-    pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11, 12)[:have], ALL), ENDING)
-    assert pair.settle() == [Sent("r")]
-    (accepted,) = pair.judge()
-    assert isinstance(accepted, Accepted)
-    assert accepted.count == have
-    assert pair.on_d(4, 2, 9) == [b"P10", b"P11", b"P12"][:have] + [b"D4", b"D2", b"D9"][have:]
 
 
 def test_a_chunk_that_is_missing_in_part_is_cut() -> None:
@@ -399,117 +298,6 @@ def test_a_manifest_alone_that_cannot_be_sent() -> None:
     assert pair.settle() == [SendFailed("r", "injected notification failure", drained=True)]
 
 
-def test_a_lost_manifest_shows_as_an_overdue_lease() -> None:
-    pair = Pair()
-    pair.network.lose = True
-    pair.reserve()
-    pair.offer_all()
-    assert pair.settle() == [Sent("r")]
-    assert pair.judge() == []
-    assert pair.receiver.overdue(DEADLINE) == []
-    assert pair.receiver.overdue(DEADLINE + 1) == [pair.lease]
-    pair.receiver.extend("r", DEADLINE + 5)
-    assert pair.receiver.overdue(DEADLINE + 1) == []
-    assert not pair.sender.active("r")
-    assert pair.receiver.quarantine("r") is pair.lease
-    assert pair.receiver.overdue(DEADLINE + 100) == []
-
-
-def test_a_doubled_manifest_counts_once() -> None:
-    pair, message = pair_with_manifest()
-    assert isinstance(pair.receiver.on_notification("P", message), Accepted)
-    assert pair.receiver.on_notification("P", message) is None
-
-
-def test_a_manifest_after_the_request_is_over_is_ignored() -> None:
-    pair, message = pair_with_manifest()
-    pair.receiver.quarantine("r")
-    assert pair.receiver.on_notification("P", message) is None
-    assert pair.receiver.waiting
-    assert pair.receiver.close("r") is pair.lease
-    assert pair.receiver.on_notification("P", message) is None
-
-
-def test_a_manifest_from_somebody_else_is_ignored() -> None:
-    pair, message = pair_with_manifest()
-    assert pair.receiver.on_notification("Q", message) is None
-    assert isinstance(pair.receiver.on_notification("P", message), Accepted)
-
-
-@pytest.mark.parametrize("message", [b"", b"\xc1", b"genNotif", encode(Reservation(8, 0, ()))])
-def test_what_is_no_manifest_is_ignored(message: bytes) -> None:
-    pair, manifest = pair_with_manifest()
-    assert pair.receiver.on_notification("P", message) is None
-    assert isinstance(pair.receiver.on_notification("P", manifest), Accepted)
-
-
-def test_a_manifest_for_an_unknown_lease_is_ignored() -> None:
-    pair, message = pair_with_manifest(lease_id="other")  # type: ignore[arg-type]
-    assert pair.receiver.on_notification("P", message) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"incarnation": 9}, "earlier life"),
-        ({"sender_incarnation": 9}, "another life of the sender"),
-        ({"checksums": ()}, "do not cover"),
-        ({"checksums": ((0, 2, *ALL, 1), (2, 1, *ALL, 1))}, "checksum of blocks 0 to 1, layers 0 to 8 differs"),
-        ({"checksums": ((2, 1, *ALL, 1), (0, 2, *ALL, 1))}, "in order"),
-        ({"checksums": ((0, 0, *ALL, 1),)}, "in order"),
-        ({"checksums": ((0, -1, *ALL, 1),)}, "in order"),
-        ({"checksums": ((-1, 2, *ALL, 1),)}, "in order"),
-        ({"checksums": ((0, 4, *ALL, 1),)}, "in order"),
-        ({"checksums": ((0, 2**40, *ALL, 1),)}, "in order"),
-        ({"checksums": ((0, 2),)}, "malformed"),
-        ({"checksums": ((0, 3, 1, LAYERS, 1),)}, "in order"),
-        ({"checksums": ((0, 3, 0, LAYERS + 1, 1),)}, "in order"),
-        ({"checksums": ((0, 3, 4, 4, 1),)}, "in order"),
-        ({"checksums": (5,)}, "malformed"),
-        ({"checksums": ((0, 2, *ALL, "x"),)}, "malformed"),
-        ({"checksums": ((0, 2, *ALL, True),)}, "malformed"),
-    ],
-)
-def test_a_manifest_that_proves_nothing_is_refused(changes: dict[str, object], reason: str) -> None:
-    pair, message = pair_with_manifest(**changes)  # type: ignore[arg-type]
-    refused = pair.receiver.on_notification("P", message)
-    assert isinstance(refused, Refused)
-    assert reason in refused.reason
-    assert refused.lease.quarantine
-    assert pair.receiver.waiting
-    assert pair.receiver.on_notification("P", message) is None
-
-
-def test_one_checksum_of_several_is_missing() -> None:
-    pair, message = pair_with_manifest()
-    checksums = decode(Manifest, message).checksums
-    short = encode(dataclasses.replace(decode(Manifest, message), checksums=checksums[:1]))
-    assert isinstance(pair.receiver.on_notification("P", short), Refused)
-
-
-@pytest.mark.parametrize("block", [4, 2, 9])
-def test_a_flipped_byte_is_refused(block: int) -> None:
-    pair, message = pair_with_manifest()
-    content = bytearray(pair.network.pools["D"][block])
-    content[0] ^= 1
-    pair.network.pools["D"][block] = bytes(content)
-    refused = pair.receiver.on_notification("P", message)
-    assert isinstance(refused, Refused)
-    assert "differs" in refused.reason
-
-
-def test_blocks_that_changed_on_the_way_out_are_refused() -> None:
-    """P's block is overwritten between its checksum and the write that takes effect late."""
-    pair = Pair()
-    pair.network.hold = True
-    pair.reserve()
-    pair.sender.offer("r", Chunk(0, (10, 11, 12), ALL), ENDING)
-    pair.step()
-    pair.network.pools["P"][11] = b"another prompt"
-    pair.network.deliver(pair.network.in_flight[0])
-    assert isinstance(pair.judge()[0], Refused)
-
-
 def test_an_aborted_request_keeps_its_blocks_until_the_write_in_flight_is_done() -> None:
     """The client leaves while a write is held back. Only after the sender has confirmed are the blocks given to
     another request, whose content then stays."""
@@ -609,19 +397,6 @@ def test_a_write_of_which_nothing_can_be_learned_may_be_in_flight() -> None:
     pair.network.deliver(pair.network.in_flight[0])
     pair.step(DEADLINE + 1)
     assert not pair.sender.may_write("r")
-
-
-def test_a_bug_while_a_manifest_is_checked_refuses_it() -> None:
-    pair, message = pair_with_manifest()
-
-    def digest(_: Sequence[int], __: Layers) -> int:
-        raise RuntimeError("broken")
-
-    pair.on["D"].checksum = digest
-    refused = pair.receiver.on_notification("P", message)
-    assert isinstance(refused, Refused)
-    assert refused.reason == "checking the manifest failed: RuntimeError: broken"
-    assert refused.lease.quarantine
 
 
 def test_unknown_leases_are_nobodys_business() -> None:
