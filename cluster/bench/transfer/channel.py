@@ -128,9 +128,10 @@ def _offers(blocks: tuple[int, ...], layers: int) -> Iterator[tuple[float, Chunk
     *early, last = (tuple(piece.tolist()) for piece in np.array_split(blocks, CHUNKS))
     for number, chunk in enumerate(early):
         yield number, Chunk(chunk[0], chunk, (0, layers))
-    cuts = [layers * part // CHUNKS for part in range(CHUNKS + 1)]
+    parts = min(CHUNKS, layers)
+    cuts = [layers * part // parts for part in range(parts + 1)]
     for number, (begin, stop) in enumerate(pairwise(cuts), 1):
-        yield CHUNKS - 2 + number / CHUNKS, Chunk(last[0], last, (begin, stop))
+        yield CHUNKS - 2 + number / parts, Chunk(last[0], last, (begin, stop))
 
 
 def _raw(end: _End, peer: Peer, line: Connection, size: int) -> float:
