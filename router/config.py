@@ -10,9 +10,14 @@ class RouterConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    anchor_blocks: int = Field(4, ge=1, description="blocks of a prompt's beginning that choose its home worker")
+    cache_weight: float = Field(
+        2.0, ge=1, description="what a second of computing costs beside a second of waiting: computing also evicts"
+    )
     load_bound: float = Field(1.25, gt=1, description="a worker takes no more than this times the mean load")
-    load_slack_tokens: int = Field(2048, ge=0, description="load difference, in tokens, that never moves a request")
+    load_slack_s: float = Field(2.0, ge=0, description="a wait this much longer than the mean never moves a request")
+    admission_slack_s: float = Field(
+        0.3, gt=0, description="a worker whose queue is so much longer than the router believed answers busy"
+    )
     local_tokens: int = Field(
         512, ge=0, description="missing prompt tokens up to which a decode worker may compute a prompt itself; 0: never"
     )

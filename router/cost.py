@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from router.view import WorkerView
 from transfer.messages import Source
 
-PROMPT_TOKENS_S = 1000.0
 HANDOVER_S = 0.02
 BYTES_S = 1e9
 """What is assumed of a worker that has not measured it yet."""
@@ -26,30 +25,25 @@ class Reach:
 def reach(worker: WorkerView, tokens: int, own: int, source: WorkerView | None, held: int) -> Reach:
     """Of a prompt of `tokens`, the first `own` are cached on the worker, and `held` on `source`, if there is such a
     worker. Takes what is faster."""
-    plain = Reach(tokens - own, None, (tokens - own) / prompt_tokens_s(worker))
+    plain = Reach(tokens - own, None, (tokens - own) / worker.prompt_tokens_s)
     if source is None or source.status is None:
         return plain
     fetch_s = handover_s(source) + (held - own) * source.status.token_bytes / bytes_s(source)
     missing = tokens - held
-    fetched = Reach(missing, Source(source.name, held, fetch_s), fetch_s + missing / prompt_tokens_s(worker))
+    fetched = Reach(missing, Source(source.name, held, fetch_s), fetch_s + missing / worker.prompt_tokens_s)
     return min(plain, fetched, key=lambda one: one.seconds)
 
 
-def handed_over(worker: WorkerView, way: Reach) -> float:
+def handed_over(worker: WorkerView, way: Reach, now: float) -> float:
     """Until the decode worker can go on, when this worker computes the prompt."""
-    return worker.prefill_tokens / prompt_tokens_s(worker) + way.seconds + handover_s(worker)
+    return worker.wait_s(now) + way.seconds + handover_s(worker)
 
 
-def local(worker: WorkerView, way: Reach) -> float:
+def local(worker: WorkerView, way: Reach, now: float) -> float:
     """The same when the decode worker computes it. Its answers under way stand still meanwhile: their delay counts like
     the request's own."""
-    computing = way.missing / prompt_tokens_s(worker)
-    return worker.prefill_tokens / prompt_tokens_s(worker) + way.seconds + computing * worker.decodes
-
-
-def prompt_tokens_s(worker: WorkerView) -> float:
-    """Prompt tokens a second."""
-    return (worker.status.speeds.prompt_tokens_s if worker.status else 0.0) or PROMPT_TOKENS_S
+    computing = way.missing / worker.prompt_tokens_s
+    return worker.wait_s(now) + way.seconds + computing * worker.decodes
 
 
 def handover_s(worker: WorkerView) -> float:

@@ -24,8 +24,7 @@ class Ring:
             self._ring.add_node(name)
         self._names = wanted
 
-    def order(self, key: bytes) -> list[str]:
-        """Every worker once, the key's home first, then in ring order."""
-        if not self._names:
-            return []
-        return [one["nodename"] for one in self._ring.range(key.hex(), size=len(self._names), unique=True)]
+    def order(self, key: bytes, count: int | None = None) -> list[str]:
+        """Up to `count` workers (default: all) once each, the key's home first, then in ring order."""
+        size = len(self._names) if count is None else min(count, len(self._names))
+        return [one["nodename"] for one in self._ring.range(key.hex(), size=size, unique=True)] if size else []

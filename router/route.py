@@ -1,22 +1,45 @@
 """Router: the decision which workers a request goes to.
 
-The prompt's beginning (its anchor) has a home on the ring of prefill workers, so that prompts that share it meet the
-same cache. Bounded load (Mirrokni, Thorup, Zadimoghaddam, 2018) sends a request on to the next worker in ring order
-when its home already has more than its share. The decode worker is the least loaded; ties go to the one that holds most
-of the prompt. What little a decode worker lacks of a prompt it computes itself, when that costs less time than a
-hand-over; and what another worker holds is copied from there when that is faster than computing it.
+The cost of a worker is the time until it has computed the prompt: its queue, what it must fetch, what it must compute.
+Computing counts more than waiting, because what is computed takes the place of something else in the cache. Nobody gets
+much more than the mean (bounded load: Mirrokni, Thorup, Zadimoghaddam, 2018). Where workers cost the same, as all do
+on an idle cluster, the prompt's home on the ring takes it, so that prompts that share their beginning meet the same
+cache. What decides the home is the prompt's anchor: the shallowest of its prefixes that is not hotter than half a
+worker can serve. If all of it is hotter, it has several homes.
+
+The decode worker is one of those with few answers under way, of these the one that holds most of the prompt. What
+little it lacks it computes itself, when that costs less time than a hand-over; and what another worker holds is copied
+from there when that is faster than computing it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from random import Random
 
 from router.config import RouterConfig
 from router.cost import Reach, handed_over, local, reach
+from router.heat import Heat
 from router.ring import Ring
-from router.view import BOTH, DECODE, PREFILL, View, WorkerView
+from router.view import BOTH, DECODE, PREFILL, Holdings, Ladder, View, WorkerView
 from transfer.messages import Plan
 from transfer.prefix import PrefixChain
+
+FEW = 16
+"""Workers that are all looked at. Of more, it is so many that are likely to be good."""
+DEEPEST, HALF, HOMES, RANDOM = 6, 2, 4, 2
+"""Those: holders of most of the prompt, holders of at least half as much, homes, and any."""
+NEAR = 1.02
+NEAR_S = 0.002
+"""Costs that differ by this factor and time are the same."""
+HEAT_KEYS, HEAT_HALF_LIFE_S = 256, 10.0
+HOT_SHARE = 0.5
+"""Of what a worker can compute: a prefix that is asked for more than that is hot."""
+SLACK_REQUESTS = 8
+"""A worker may have so many prompts more under way than the mean, divided among the routers."""
+SOON_S = 2.0
+"""How long something is believed beyond the time when a worker's summary should say it."""
 
 
 class NoWorkers(Exception):
@@ -25,45 +48,54 @@ class NoWorkers(Exception):
 
 @dataclass(slots=True)
 class Ticket:
-    """A dispatch that the view counts until it is over. Every method may be called any number of times."""
+    """A dispatch that the view counts until it is over; `number` is the router's for it and its worker. Every method
+    may be called any number of times."""
 
+    number: int
+    tokens: int
+    _router: Router
     _prefill: WorkerView
     _decode: WorkerView
-    _tokens: int
-    _keys: tuple[bytes, ...]
+    _ladder: Ladder
     _computing: bool = True
     _open: bool = True
 
     def __post_init__(self) -> None:
-        self._prefill.prefill_tokens += self._tokens
+        self._prefill.computing += 1
         self._decode.decodes += 1
 
     def computed(self) -> None:
         """The prompt is done."""
         if self._computing:
-            self._computing = False
-            self._prefill.prefill_tokens -= self._tokens
-            self._prefill.held.add(self._keys, there=True)
+            self._end()
+            self._router.holds(self._prefill.name, self._ladder)
 
     def close(self) -> None:
         """The request is over."""
         if self._computing:  # whatever kept it from that
-            self._computing = False
-            self._prefill.prefill_tokens -= self._tokens
-            self._prefill.held.forget_soon(self._keys)
+            self._end()
+            self._router.view.soon.forget_soon(self._prefill.name, self._ladder.keys)
         if self._open:
             self._open = False
             self._decode.decodes -= 1
 
+    def _end(self) -> None:
+        self._computing = False
+        self._prefill.computing -= 1
+        self._prefill.sent.drop(self._router.name, self.number)
+
 
 class Router:
-    """Decides over a `View`; asks nobody."""
+    """Decides over a `View`; asks nobody. `name` is unique among the routers, also of earlier lives."""
 
-    def __init__(self, view: View, config: RouterConfig) -> None:
+    def __init__(self, view: View, config: RouterConfig, name: str = "", random: Random | None = None) -> None:
         self.view = view
+        self.name = name
         self._config = config
-        self._prefill_ring = Ring()
-        self._decode_ring = Ring()
+        self._random = random or Random(name)
+        self._rings = {PREFILL: Ring(), DECODE: Ring()}
+        self._heat = Heat(HEAT_KEYS, HEAT_HALF_LIFE_S)
+        self._numbers: dict[str, int] = {}
 
     def plan(
         self,
@@ -76,80 +108,202 @@ class Router:
         """Workers for a prompt of `tokens` tokens; `generate` is whether more than one output token is wanted, and
         `avoid` names workers that have just failed or are busy. `local_tokens` stands in for the configuration's.
         Raises NoWorkers."""
+        ask = _Ask(chain, Ladder.of(chain), tokens, avoid, self.view.now())
         most = self._config.local_tokens if local_tokens is None else local_tokens
         able = [worker for worker in self.view.able(PREFILL, BOTH) if worker.name not in avoid]
         if all(worker.name in avoid for worker in self.view.able(DECODE)):
             able = [worker for worker in able if worker.role == BOTH]
         if not able:
             raise NoWorkers("no prefill worker is available" if self.view.able(DECODE, BOTH) else "no decode worker")
-        self._prefill_ring.set(worker.name for worker in able)
-        anchor = chain.anchor(self._config.anchor_blocks)
-        order = [self.view.workers[name] for name in self._prefill_ring.order(anchor)]
-        prefill = self._bounded(order, chain, tokens)
-        way = self._reach(prefill, chain, tokens, avoid)
-        why = {"home": order[0].name, "load": prefill.prefill_tokens, "spilled": prefill is not order[0]}
+        ask.holdings = self.view.holdings(ask.ladder)
+        prefill, way, why = self._prefill_for(ask, able)
+        queued = int(prefill.queue(ask.now))
         if prefill.role == BOTH or not generate:
-            return Plan(prefill.name, None, way.fetch, why=why | {"missing": way.missing, "seconds": way.seconds})
-        decode = self._decode_for(chain, anchor, avoid)
-        here = self._reach(decode, chain, tokens, avoid)
+            return self._planned(prefill, None, way, queued, tokens, None, why)
+        decode = self._decode_for(ask)
+        here = self._reach(ask, decode)
+        seconds = handed_over(prefill, way, ask.now), local(decode, here, ask.now)
         why |= {"missing": {prefill.name: way.missing, decode.name: here.missing}}
-        why |= {"seconds": {prefill.name: handed_over(prefill, way), decode.name: local(decode, here)}}
-        if here.missing <= most and local(decode, here) <= handed_over(prefill, way):
-            return Plan(decode.name, None, here.fetch, most, why)
-        return Plan(prefill.name, decode.name, way.fetch, why=why)
+        why |= {"seconds": {prefill.name: seconds[0], decode.name: seconds[1]}}
+        if here.missing <= most and seconds[1] <= seconds[0]:
+            return self._planned(decode, None, here, int(decode.queue(ask.now)), tokens, most, why)
+        return self._planned(prefill, decode, way, queued, tokens, None, why)
 
     def dispatch(self, plan: Plan, chain: PrefixChain, tokens: int) -> Ticket:
         """Count a plan as under way. The worker that computes the prompt soon holds it: whoever else begins like it
         should wait there."""
+        now, ladder = self.view.now(), Ladder.of(chain)
         prefill, decode = (self.view.workers[name] for name in (plan.prefill, plan.decode or plan.prefill))
-        known = max(self._held(prefill, chain, tokens), plan.fetch.tokens if plan.fetch else 0)
-        prefill.held.add(chain.keys, there=False)
-        return Ticket(prefill, decode, tokens - known, chain.keys)
+        number = self._numbers[prefill.name] = self._numbers.get(prefill.name, 0) + 1
+        missing = tokens - plan.cached
+        prefill.sent.add(self.name, number, missing, math.inf)
+        until = now + (prefill.queue(now) + missing) / prefill.prompt_tokens_s + SOON_S
+        if _caches(prefill):
+            self.view.soon.add(prefill.name, ladder.keys, False, until)
+        anchor, _ = self._anchor(ladder, now)
+        self._heat.add(ladder.keys[: anchor + 1], tokens, prefill.name, now)
+        return Ticket(number, missing, self, prefill, decode, ladder)
 
-    def holds(self, name: str, chain: PrefixChain) -> None:
+    def holds(self, name: str, ladder: Ladder) -> None:
         """A worker has all of this."""
-        self.view.workers[name].held.add(chain.keys, there=True)
+        if _caches(self.view.workers[name]):
+            self.view.soon.add(name, ladder.keys, True, self.view.now() + SOON_S)
 
     def lacks(self, name: str, chain: PrefixChain, cached: int) -> None:
         """A worker turned out to have no more than the first `cached` tokens of this."""
-        self.view.workers[name].held.cut(chain.keys, cached // chain.block_size)
+        ladder = Ladder.of(chain)
+        lost = [key for key, tokens in zip(ladder.keys, ladder.tokens, strict=True) if tokens > cached]
+        self.view.soon.forget(name, lost)
 
-    def _bounded(self, order: list[WorkerView], chain: PrefixChain, tokens: int) -> WorkerView:
-        missing = tokens - self._held(order[0], chain, tokens)
-        mean = (sum(worker.prefill_tokens for worker in order) + missing) / len(order)
-        bound = max(self._config.load_bound * mean, mean + self._config.load_slack_tokens)
-        for worker in order:
-            missing = tokens - self._held(worker, chain, tokens)
-            if worker.prefill_tokens == 0 or worker.prefill_tokens + missing <= bound:
-                return worker
-        return min(order, key=lambda worker: worker.prefill_tokens)
+    # --- who computes the prompt --------------------------------------------------------------------------------
 
-    def _decode_for(self, chain: PrefixChain, anchor: bytes, avoid: frozenset[str]) -> WorkerView:
-        """The least loaded; of these, the one that holds most of the prompt, then the anchor's home."""
-        able = [worker for worker in self.view.able(DECODE) if worker.name not in avoid]
+    def _prefill_for(self, ask: _Ask, able: list[WorkerView]) -> tuple[WorkerView, Reach, dict[str, object]]:
+        index, rate = self._anchor(ask.ladder, ask.now)
+        anchor = ask.ladder.keys[index] if ask.ladder.keys else ask.chain.root
+        hot = HOT_SHARE * _speed(able)
+        homes = min(len(able), max(1, math.ceil(rate / hot)))
+        ring = self._rings[PREFILL]
+        ring.set(worker.name for worker in self.view.able(PREFILL, BOTH))
+        order = [name for name in ring.order(anchor, max(homes, HOMES) + len(ask.avoid)) if name not in ask.avoid]
+        place = {name: number for number, name in enumerate(order)}
+        candidates = self._candidates(ask, able, order)
+        if homes > 1:
+            candidates = self._spread(candidates, anchor, homes, ask)
+        costs = {worker.name: self._cost(ask, worker) for worker in candidates}
+        allowed = self._within_bounds(candidates, ask.now) or [min(candidates, key=lambda one: one.wait_s(ask.now))]
+        best = min(costs[worker.name][0] for worker in allowed)
+        near = [worker for worker in allowed if costs[worker.name][0] <= best * NEAR + NEAR_S]
+        shares = self._heat.shares(anchor, ask.now) if homes > 1 else {}
+        chosen = min(near, key=lambda one: (place.get(one.name, FEW) // homes, shares.get(one.name, 0.0)))
+        way = costs[chosen.name][1]
+        why: dict[str, object] = {"home": order[0], "homes": homes, "anchor": index, "wait": chosen.wait_s(ask.now)}
+        why |= {"missing": way.missing, "seconds": way.seconds, "cost": costs[chosen.name][0], "candidates": len(costs)}
+        return chosen, way, why
+
+    def _anchor(self, ladder: Ladder, now: float) -> tuple[int, float]:
+        """Which of a prompt's keys decides its home, and how many tokens a second arrive under that key, at all
+        routers if they arrive evenly."""
+        routers = self.view.routers
+        hot = HOT_SHARE * _speed(self.view.able(PREFILL, BOTH) or list(self.view.workers.values()))
+        index, rate = self._heat.anchor(ladder.keys, hot / routers, now)
+        return max(0, index), rate * routers
+
+    def _candidates(self, ask: _Ask, able: list[WorkerView], order: list[str]) -> list[WorkerView]:
+        if len(able) <= FEW:
+            return able
+        by_name = {worker.name: worker for worker in able}
+        held = {name: tokens for name, tokens in ask.holdings.soon.items() if name in by_name}
+        deepest = sorted(held, key=lambda name: -held[name])
+        half = [name for name in deepest[DEEPEST:] if 2 * held[name] >= held[deepest[0]]][-HALF:]
+        names = [*deepest[:DEEPEST], *half, *(name for name in order if name in by_name)]
+        names += [worker.name for worker in self._random.sample(able, RANDOM)]
+        return [by_name[name] for name in dict.fromkeys(names)]
+
+    def _spread(self, candidates: list[WorkerView], anchor: bytes, homes: int, ask: _Ask) -> list[WorkerView]:
+        """Of a prompt whose prefixes are all hot, no worker takes much more than its share."""
+        shares = self._heat.shares(anchor, ask.now)
+        most = self._config.load_bound * (sum(shares.values()) + ask.tokens) / homes
+        within = [worker for worker in candidates if shares.get(worker.name, 0.0) + ask.tokens <= most]
+        return within or [min(candidates, key=lambda one: shares.get(one.name, 0.0))]
+
+    def _within_bounds(self, candidates: list[WorkerView], now: float) -> list[WorkerView]:
+        """The candidates that have not much more to do than the mean."""
+        everybody = self.view.able(PREFILL, BOTH)
+        wait = self.view.mean_wait_s(PREFILL, BOTH)
+        count = (sum(worker.in_flight for worker in everybody) + 1) / len(everybody)
+        bound = self._config.load_bound
+        longest = max(bound * wait, wait + self._config.load_slack_s)
+        most = max(bound * count, count + SLACK_REQUESTS / self.view.routers)
+        return [worker for worker in candidates if worker.wait_s(now) <= longest and worker.in_flight + 1 <= most]
+
+    def _cost(self, ask: _Ask, worker: WorkerView) -> tuple[float, Reach]:
+        way = self._reach(ask, worker)
+        return worker.wait_s(ask.now) + self._config.cache_weight * way.seconds, way
+
+    # --- who answers --------------------------------------------------------------------------------------------
+
+    def _decode_for(self, ask: _Ask) -> WorkerView:
+        """Of those with few answers under way the one that holds most of the prompt, then the least loaded, then the
+        prompt's home."""
+        able = [worker for worker in self.view.able(DECODE) if worker.name not in ask.avoid]
         if not able:
             raise NoWorkers("no decode worker is available")
-        self._decode_ring.set(worker.name for worker in able)
-        order = [self.view.workers[name] for name in self._decode_ring.order(anchor)]
-        return min(order, key=lambda worker: (worker.decodes, -worker.held.match(chain.keys)))
+        ring = self._rings[DECODE]
+        ring.set(worker.name for worker in self.view.able(DECODE))
+        home = ask.ladder.keys[0] if ask.ladder.keys else ask.chain.root
+        order = [name for name in ring.order(home, HOMES + len(ask.avoid)) if name not in ask.avoid]
+        candidates = self._candidates(ask, able, order)
+        place = {name: number for number, name in enumerate(order)}
+        soon = ask.holdings.soon
+        return min(
+            candidates, key=lambda one: (one.decodes, -soon.get(one.name, 0), place.get(one.name, len(order)))
+        )
 
-    def _reach(self, worker: WorkerView, chain: PrefixChain, tokens: int, avoid: frozenset[str]) -> Reach:
+    # --- how a worker gets at a prompt --------------------------------------------------------------------------
+
+    def _reach(self, ask: _Ask, worker: WorkerView) -> Reach:
         """How a worker gets at a prompt: alone, or with the help of the one that holds most of it."""
-        own = self._held(worker, chain, tokens)
-        source, most = None, own
-        for other in self.view.workers.values():
-            if other is worker or not other.alive or other.name in avoid or not _alike(worker, other):
-                continue
-            held = self._held(other, chain, tokens, there=True)
-            if held > most:
-                source, most = other, held
-        return reach(worker, tokens, own, source, most)
+        own = ask.held(worker.name, ask.holdings.soon)
+        for name in ask.lenders(self.view):
+            other = self.view.workers[name]
+            if other is not worker and _alike(worker, other):
+                held = ask.held(name, ask.holdings.there)
+                return reach(worker, ask.tokens, own, other, held) if held > own else _alone(worker, ask, own)
+        return _alone(worker, ask, own)
 
     @staticmethod
-    def _held(worker: WorkerView, chain: PrefixChain, tokens: int, there: bool = False) -> int:
-        """Tokens of a prompt that a worker holds in whole blocks; at least one is left to compute."""
-        size = chain.block_size
-        return min(worker.held.match(chain.keys, there), (tokens - 1) // size) * size
+    def _planned(
+        worker: WorkerView,
+        decode: WorkerView | None,
+        way: Reach,
+        queued: int,
+        tokens: int,
+        new_tokens: int | None,
+        why: dict[str, object],
+    ) -> Plan:
+        name = decode.name if decode else None
+        return Plan(worker.name, name, way.fetch, new_tokens, tokens - way.missing, queued, why)
+
+
+class _Ask:
+    """One prompt that a plan is made for."""
+
+    holdings: Holdings
+
+    def __init__(self, chain: PrefixChain, ladder: Ladder, tokens: int, avoid: frozenset[str], now: float) -> None:
+        self.chain = chain
+        self.ladder = ladder
+        self.tokens = tokens
+        self.avoid = avoid
+        self.now = now
+        self._lenders: list[str] | None = None
+
+    def held(self, name: str, holdings: dict[str, int]) -> int:
+        """Tokens of the prompt that a worker holds in whole blocks; at least one is left to compute."""
+        size = self.chain.block_size
+        return min(holdings.get(name, 0), (self.tokens - 1) // size * size)
+
+    def lenders(self, view: View) -> list[str]:
+        """Living workers that have some of it by now, those that have most first."""
+        if self._lenders is None:
+            there = self.holdings.there
+            some = [name for name in there if name not in self.avoid and name in view.workers]
+            some = [name for name in some if view.workers[name].alive]
+            self._lenders = sorted(some, key=lambda name: -there[name])
+        return self._lenders
+
+
+def _alone(worker: WorkerView, ask: _Ask, own: int) -> Reach:
+    return reach(worker, ask.tokens, own, None, 0)
+
+
+def _speed(workers: list[WorkerView]) -> float:
+    """Prompt tokens a second of a typical worker."""
+    return sorted(worker.prompt_tokens_s for worker in workers)[len(workers) // 2]
+
+
+def _caches(worker: WorkerView) -> bool:
+    return worker.status is None or worker.status.prefix_cache
 
 
 def _alike(one: WorkerView, other: WorkerView) -> bool:

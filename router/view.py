@@ -1,55 +1,225 @@
-"""View: what this router knows of the workers, and what it has sent them itself."""
+"""View: what this router knows of the workers, from their summaries, from other routers, and from what it sends itself.
+
+It asks nobody. What changes slowly, who is able to do what and how long the queues are on average, is looked up every
+`REFRESH_S`; the rest when it is needed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from router.held import Held
+import numpy as np
+
+from router.pending import Pending
+from router.soon import Soon
+from transfer.gossip.ladder import checkpoints
+from transfer.gossip.replicas import Replicas
+from transfer.gossip.summary import Load
 from transfer.messages import WorkerStatus
+from transfer.prefix import PrefixChain
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-HELD_UNKNOWN = 65_536
-"""Blocks that a worker is taken to have room for before it has said so."""
+PROMPT_TOKENS_S = 1000.0
+"""Speed of a worker that has not measured it yet."""
+REFRESH_S = 0.05
+SILENT_S = 1.0
+"""A worker that has not been heard of for this long gets no new work, unless all of its role are silent."""
+NOTICE_S = 5.0
+"""How long another router's dispatch counts that the worker never reports."""
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """One worker. `prefill_tokens`, those to be computed, and `decodes` count this router's own requests that are under
-    way there."""
+    """One worker. `queued_tokens`, prompt tokens to be computed, were reported at `queued_at`; the worker has not yet
+    reported what was `sent` by this router and what others gave notice of. `computing` and `decodes` count this
+    router's own requests that are under way there."""
 
     name: str
     role: str
     alive: bool = True
     status: WorkerStatus | None = None
-    prefill_tokens: int = 0
+    load: Load | None = None
+    incarnation: int = 0
+    queued_tokens: int = 0
+    queued_at: float = 0.0
+    heard: float | None = None
+    computing: int = 0
     decodes: int = 0
-    held: Held = field(default_factory=lambda: Held(HELD_UNKNOWN))
+    sent: Pending = field(default_factory=Pending)
+    noticed: Pending = field(default_factory=Pending)
+
+    @property
+    def prompt_tokens_s(self) -> float:
+        """Prompt tokens a second."""
+        reported = self.load.prompt_tokens_s if self.load else 0.0
+        return reported or (self.status.speeds.prompt_tokens_s if self.status else 0.0) or PROMPT_TOKENS_S
+
+    def queue(self, now: float) -> float:
+        """Prompt tokens that are to be computed before a new one begins."""
+        return max(0.0, self.queued_tokens - self.prompt_tokens_s * (now - self.queued_at)) + self.sent.tokens + self.noticed.tokens
+
+    def wait_s(self, now: float) -> float:
+        """The same in seconds."""
+        return self.queue(now) / self.prompt_tokens_s
+
+    @property
+    def in_flight(self) -> int:
+        """Prompts that are not computed yet: this router's, and others' that the worker has not reported."""
+        return self.computing + self.noticed.count
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Where a prompt's prefixes are looked up: its checkpoints and all of its whole blocks. `tokens[i]` is how many
+    tokens the key `keys[i]` names."""
+
+    keys: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    checkpoints: np.ndarray
+
+    @classmethod
+    def of(cls, chain: PrefixChain) -> Ladder:
+        """The ladder of a prompt."""
+        depths = checkpoints(len(chain.keys), chain.block_size).tolist()
+        keys = [chain.keys[depth - 1] for depth in depths]
+        numbers = np.frombuffer(b"".join(keys), dtype="<u8")
+        if chain.keys and (not depths or depths[-1] < len(chain.keys)):
+            depths.append(len(chain.keys))
+            keys.append(chain.keys[-1])
+        return cls(tuple(keys), tuple(depth * chain.block_size for depth in depths), numbers)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """How much of a prompt each worker holds: tokens by worker, those that it has by now and those that it soon will."""
+
+    there: dict[str, int]
+    soon: dict[str, int]
+
+    def deepest(self, count: int) -> list[str]:
+        """The workers that hold most, or soon will."""
+        return sorted(self.soon, key=lambda name: -self.soon[name])[:count]
 
 
 class View:
-    """All workers by name, in the order they were announced."""
+    """All workers by name, in the order they were announced. `replicas` has what their summaries say. `routers` is how
+    many routers there are, this one included."""
 
-    def __init__(self, workers: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self,
+        workers: Iterable[tuple[str, str]] = (),
+        clock: Callable[[], float] = time.monotonic,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.workers = {name: WorkerView(name, role) for name, role in workers}
+        self.now = clock
+        self.soon = Soon()
+        self.routers = 1
+        self._replicas = replicas
+        self._able: dict[tuple[str, ...], list[WorkerView]] = {}
+        self._mean_wait_s: dict[tuple[str, ...], float] = {}
+        self._refreshed = -np.inf
+
+    # --- what is heard of workers -------------------------------------------------------------------------------
 
     def update(self, status: WorkerStatus) -> None:
         """A worker has answered."""
         worker = self.workers[status.name]
-        if worker.status is not None and worker.status.incarnation != status.incarnation:
-            worker.held.clear()
+        self._meet(worker, status.incarnation)
         worker.alive, worker.status = True, status
-        worker.held.limit = status.blocks["total"] if status.prefix_cache else 0
+        self._refreshed = -np.inf
 
     def mark_dead(self, name: str) -> None:
         """A worker's process has ended; it gets nothing until it answers again."""
         self.workers[name].alive = False
+        self._refreshed = -np.inf
+
+    def notice(self, router: str, worker: str, number: int, tokens: int) -> None:
+        """Another router has sent a worker a prompt, of which `tokens` tokens are to be computed there."""
+        if worker in self.workers:
+            self.workers[worker].noticed.add(router, number, tokens, self.now() + NOTICE_S)
+
+    def queue_is(self, name: str, tokens: int) -> None:
+        """A worker has answered how long its queue is."""
+        worker = self.workers[name]
+        worker.queued_tokens, worker.queued_at = tokens, self.now()
+
+    # --- what a decision needs ----------------------------------------------------------------------------------
 
     def able(self, *roles: str) -> list[WorkerView]:
-        """Living workers of any of these roles."""
-        return [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
+        """Living workers of any of these roles, as of at most `REFRESH_S` ago."""
+        now = self.now()
+        if now - self._refreshed >= REFRESH_S:
+            self._refresh(now)
+        found = self._able.get(roles)
+        if found is None:
+            living = [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
+            heard = [worker for worker in living if worker.heard is None or now - worker.heard < SILENT_S]
+            found = self._able[roles] = heard or living
+        return found
+
+    def mean_wait_s(self, *roles: str) -> float:
+        """How long the queues of the workers that are able are, as of at most `REFRESH_S` ago."""
+        workers = self.able(*roles)
+        if roles not in self._mean_wait_s:
+            now = self.now()
+            self._mean_wait_s[roles] = sum(worker.wait_s(now) for worker in workers) / len(workers)
+        return self._mean_wait_s[roles]
+
+    def holdings(self, ladder: Ladder) -> Holdings:
+        """How much of a prompt the workers hold; those that hold nothing are left out."""
+        there: dict[str, int] = {}
+        if self._replicas is not None:
+            depths = self._replicas.depths(ladder.checkpoints)
+            names = self._replicas.workers
+            for row in np.flatnonzero(depths).tolist():
+                there[names[row]] = ladder.tokens[depths[row] - 1]
+        soon = dict(there)
+        for name, (count, by_now) in self.soon.depths(ladder.keys).items():
+            soon[name] = max(soon.get(name, 0), ladder.tokens[count - 1])
+            if by_now:
+                there[name] = max(there.get(name, 0), ladder.tokens[by_now - 1])
+        return Holdings(there, soon)
 
     @property
     def ready(self) -> bool:
         """Whether some request could be served now: a worker with both roles, or one of each."""
         return bool(self.able(BOTH)) or bool(self.able(PREFILL) and self.able(DECODE))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _refresh(self, now: float) -> None:
+        self._refreshed = now
+        self._able, self._mean_wait_s = {}, {}
+        self.soon.expire(now)
+        for worker in self.workers.values():
+            worker.noticed.expire(now)
+            if self._replicas is not None:
+                self._look_up(worker, self._replicas)
+
+    def _look_up(self, worker: WorkerView, replicas: Replicas) -> None:
+        """Take in what a worker's newest summary says of its load."""
+        heard = replicas.heard(worker.name)
+        if heard is None or heard == worker.heard:
+            return
+        load, incarnation = replicas.load(worker.name), replicas.state(worker.name)[0]
+        assert load is not None
+        self._meet(worker, incarnation)
+        worker.heard, worker.load = heard, load
+        worker.queued_tokens, worker.queued_at = load.queued_tokens, heard
+        for router, number in load.accepted:
+            worker.sent.arrived(router, number)
+            worker.noticed.arrived(router, number)
+
+    def _meet(self, worker: WorkerView, incarnation: int) -> None:
+        """A worker says which life of it this is; a new one remembers nothing."""
+        if incarnation > worker.incarnation:
+            if worker.incarnation:
+                self.soon.forget_worker(worker.name)
+                worker.sent.clear()
+                worker.noticed.clear()
+                worker.queued_tokens = 0
+            worker.incarnation = incarnation
+

@@ -99,13 +99,16 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The router's decision. `decode` is None where the worker `prefill` generates the whole answer itself. `fetch` is
-    where it is to copy a beginning of the prompt from. It refuses if more than `new_tokens` of the prompt would have to
-    be computed. `why` is for people."""
+    where it is to copy a beginning of the prompt from, and `cached` how many tokens it is believed to have, or to get
+    so. It refuses if more than `new_tokens` of the prompt would have to be computed. `queued_tokens` are believed to be
+    in its queue. `why` is for people."""
 
     prefill: str
     decode: str | None
     fetch: Source | None = None
     new_tokens: int | None = None
+    cached: int = 0
+    queued_tokens: int = 0
     why: dict[str, Any] = field(default_factory=dict)
 
 
