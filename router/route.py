@@ -68,7 +68,7 @@ class Ticket:
         """The prompt is done."""
         if self._computing:
             self._end()
-            self._router.holds(self._prefill.name, self._ladder)
+            self._router.believe(self._prefill, self._ladder)
 
     def close(self) -> None:
         """The request is over."""
@@ -144,10 +144,14 @@ class Router:
         self._heat.add(ladder.keys[: anchor + 1], tokens, prefill.name, now)
         return Ticket(number, missing, self, prefill, decode, ladder)
 
-    def holds(self, name: str, ladder: Ladder) -> None:
+    def holds(self, name: str, chain: PrefixChain) -> None:
         """A worker has all of this."""
-        if _caches(self.view.workers[name]):
-            self.view.soon.add(name, ladder.keys, True, self.view.now() + SOON_S)
+        self.believe(self.view.workers[name], Ladder.of(chain))
+
+    def believe(self, worker: WorkerView, ladder: Ladder) -> None:
+        """The same, until the worker's summary should say it."""
+        if _caches(worker):
+            self.view.soon.add(worker.name, ladder.keys, True, self.view.now() + SOON_S)
 
     def lacks(self, name: str, chain: PrefixChain, cached: int) -> None:
         """A worker turned out to have no more than the first `cached` tokens of this."""
@@ -162,9 +166,7 @@ class Router:
         anchor = ask.ladder.keys[index] if ask.ladder.keys else ask.chain.root
         hot = HOT_SHARE * _speed(able)
         homes = min(len(able), max(1, math.ceil(rate / hot)))
-        ring = self._rings[PREFILL]
-        ring.set(worker.name for worker in self.view.able(PREFILL, BOTH))
-        order = [name for name in ring.order(anchor, max(homes, HOMES) + len(ask.avoid)) if name not in ask.avoid]
+        order = self._order(PREFILL, anchor, max(homes, HOMES), able)
         place = {name: number for number, name in enumerate(order)}
         candidates = self._candidates(ask, able, order)
         if homes > 1:
@@ -187,6 +189,13 @@ class Router:
         hot = HOT_SHARE * _speed(self.view.able(PREFILL, BOTH) or list(self.view.workers.values()))
         index, rate = self._heat.anchor(ladder.keys, hot / routers, now)
         return max(0, index), rate * routers
+
+    def _order(self, role: str, key: bytes, count: int, able: list[WorkerView]) -> list[str]:
+        """The first of the workers that are able, in ring order from a key's home on. All of a role are on the ring:
+        it takes its time to change."""
+        ring = self._rings[role]
+        ring.set(worker.name for worker in self.view.workers.values() if worker.role in (role, BOTH))
+        return ring.order(key, count, {worker.name for worker in able})
 
     def _candidates(self, ask: _Ask, able: list[WorkerView], order: list[str]) -> list[WorkerView]:
         if len(able) <= FEW:
@@ -228,10 +237,8 @@ class Router:
         able = [worker for worker in self.view.able(DECODE) if worker.name not in ask.avoid]
         if not able:
             raise NoWorkers("no decode worker is available")
-        ring = self._rings[DECODE]
-        ring.set(worker.name for worker in self.view.able(DECODE))
         home = ask.ladder.keys[0] if ask.ladder.keys else ask.chain.root
-        order = [name for name in ring.order(home, HOMES + len(ask.avoid)) if name not in ask.avoid]
+        order = self._order(DECODE, home, HOMES, able)
         candidates = self._candidates(ask, able, order)
         place = {name: number for number, name in enumerate(order)}
         soon = ask.holdings.soon
