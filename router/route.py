@@ -23,7 +23,7 @@ from router.cost import Reach, handed_over, local, reach
 from router.heat import Heat
 from router.ring import Ring
 from router.view import BOTH, DECODE, PREFILL, Holdings, Ladder, View, WorkerView
-from transfer.messages import Plan
+from transfer.messages import Dispatch, Plan
 from transfer.prefix import PrefixChain
 
 FEW = 16
@@ -38,6 +38,8 @@ HOT_SHARE = 0.5
 """Of what a worker can compute: a prefix that is asked for more than that is hot."""
 SLACK_REQUESTS = 8
 """A worker may have so many prompts more under way than the mean, divided among the routers."""
+SLACK_ANSWERS = 2
+"""A decode worker may have so many answers more under way than the mean, to one whose prompt it holds."""
 SOON_S = 2.0
 """How long something is believed beyond the time when a worker's summary should say it."""
 
@@ -144,6 +146,12 @@ class Router:
         self._heat.add(ladder.keys[: anchor + 1], tokens, prefill.name, now)
         return Ticket(number, missing, self, prefill, decode, ladder)
 
+    def numbered(self, plan: Plan, ticket: Ticket, last: bool) -> Dispatch:
+        """What the worker is to know of a dispatch. It may refuse if its queue is much longer than the plan believes,
+        unless it is the `last` to be asked."""
+        slack = self._config.admission_slack_s * self.view.workers[plan.prefill].prompt_tokens_s
+        return Dispatch(self.name, ticket.number, plan.cached, None if last else plan.queued_tokens + int(slack))
+
     def holds(self, name: str, chain: PrefixChain) -> None:
         """A worker has all of this."""
         self.believe(self.view.workers[name], Ladder.of(chain))
@@ -232,19 +240,24 @@ class Router:
     # --- who answers --------------------------------------------------------------------------------------------
 
     def _decode_for(self, ask: _Ask) -> WorkerView:
-        """Of those with few answers under way the one that holds most of the prompt, then the least loaded, then the
-        prompt's home."""
+        """Of those that have room and few answers under way the one that holds most of the prompt, then the one with
+        the fewest, then the prompt's home."""
         able = [worker for worker in self.view.able(DECODE) if worker.name not in ask.avoid]
         if not able:
             raise NoWorkers("no decode worker is available")
         home = ask.ladder.keys[0] if ask.ladder.keys else ask.chain.root
         order = self._order(DECODE, home, HOMES, able)
         candidates = self._candidates(ask, able, order)
+        mean = sum(one.answering for one in candidates) / len(candidates)
+        most = max(self._config.load_bound * mean, mean + SLACK_ANSWERS)
         place = {name: number for number, name in enumerate(order)}
-        soon = ask.holdings.soon
-        return min(
-            candidates, key=lambda one: (one.decodes, -soon.get(one.name, 0), place.get(one.name, len(order)))
-        )
+
+        def rank(one: WorkerView) -> tuple[bool, bool, int, int, int]:
+            held = ask.held(one.name, ask.holdings.soon)
+            full = one.load is not None and one.load.free_blocks * ask.chain.block_size < ask.tokens - held
+            return full, one.answering + 1 > most, -held, one.answering, place.get(one.name, FEW)
+
+        return min(candidates, key=rank)
 
     # --- how a worker gets at a prompt --------------------------------------------------------------------------
 

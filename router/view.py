@@ -56,9 +56,15 @@ class WorkerView:
         reported = self.load.prompt_tokens_s if self.load else 0.0
         return reported or (self.status.speeds.prompt_tokens_s if self.status else 0.0) or PROMPT_TOKENS_S
 
+    @property
+    def answering(self) -> int:
+        """Answers under way there, this router's or, as far as the worker has reported them, all."""
+        return max(self.decodes, self.load.running if self.load else 0)
+
     def queue(self, now: float) -> float:
         """Prompt tokens that are to be computed before a new one begins."""
-        return max(0.0, self.queued_tokens - self.prompt_tokens_s * (now - self.queued_at)) + self.sent.tokens + self.noticed.tokens
+        reported = self.queued_tokens - self.prompt_tokens_s * (now - self.queued_at)
+        return max(0.0, reported) + self.sent.tokens + self.noticed.tokens
 
     def wait_s(self, now: float) -> float:
         """The same in seconds."""
@@ -93,7 +99,7 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """How much of a prompt each worker holds: tokens by worker, those that it has by now and those that it soon will."""
+    """Tokens of a prompt by worker: those that it has by now, and those that it soon will have."""
 
     there: dict[str, int]
     soon: dict[str, int]
@@ -222,4 +228,3 @@ class View:
                 worker.noticed.clear()
                 worker.queued_tokens = 0
             worker.incarnation = incarnation
-

@@ -169,17 +169,30 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
+class Dispatch:
+    """How a router counts a request that it sends to a worker: `number` is the router's for it and this worker, and
+    `cached` of its prompt tokens are believed to be there. The worker answers busy if more than `most_queued` prompt
+    tokens wait there."""
+
+    router: str = ""
+    number: int = 0
+    cached: int = 0
+    most_queued: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """How a worker's part of a request ended.
 
     `status`: "done" (it answered the whole request), "handed off" (a decode worker goes on), "busy" (its queue is at
-    the bound; `queued` says how long it is), "aborted", "stale" (what the caller believes of it is not so), or "failed"
-    with the reason in `error`.
+    the bound, or longer than the caller believed; `queued` requests and `queued_tokens` prompt tokens are in it),
+    "aborted", "stale" (what the caller believes of it is not so), or "failed" with the reason in `error`.
     """
 
     status: str
     queued: int = 0
     error: str | None = None
+    queued_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -27,8 +27,10 @@ from transfer import ucx
 from transfer.channel import Accepted, Receiver, Refused, Sender
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerDead, PeerError
+from transfer.gossip.summary import Load
 from transfer.messages import (
     Delta,
+    Dispatch,
     Outcome,
     Peer,
     Request,
@@ -39,6 +41,7 @@ from transfer.messages import (
     WorkerStatus,
 )
 from transfer.nixl_transport import NixlTransport, agent_name
+from workers.arrivals import Arrivals
 from workers.config import WorkerConfig
 from workers.cores import Cores, shared_cores
 from workers.engine.engine import Engine, Produced, StepPlan, StepResult
@@ -88,6 +91,7 @@ class Worker:
         self._cores: Cores | None = None
         self._transfers = TransferStats()
         self._speeds = SpeedMeter()
+        self._arrivals = Arrivals()
 
     async def host(self) -> tuple[str, int]:
         """The machine that this process runs on, and the cores that it may use there."""
@@ -179,15 +183,25 @@ class Worker:
     # --- what gateways call -------------------------------------------------------------------------------------
 
     async def generate(
-        self, request: Request, decode: str | None, fetch: Source | None = None, new_tokens: int | None = None
+        self,
+        request: Request,
+        decode: str | None,
+        fetch: Source | None = None,
+        new_tokens: int | None = None,
+        dispatch: Dispatch | None = None,
     ) -> Outcome:
         """Answer a request, or compute its prompt and hand it to the worker `decode`. Returns when this worker's part
         is over; tokens go to the gateway as they come. `fetch` is where to copy a beginning of the prompt from. If more
         than `new_tokens` of it would have to be computed, the outcome is "stale"."""
-        if self._full:
-            return Outcome("busy", queued=self._engine.waiting)
+        dispatch = dispatch or Dispatch()
+        self._arrivals.arrived(dispatch)
+        queued_tokens = self.queued_tokens
+        most = dispatch.most_queued
+        if self._full or (most is not None and queued_tokens > most):
+            return Outcome("busy", queued=self._engine.waiting, queued_tokens=queued_tokens)
         outcome = asyncio.get_running_loop().create_future()
         job = Job(request, time.monotonic() + request.timeout_s, outcome=outcome)
+        job.queued_tokens = max(1, request.prompt_tokens - dispatch.cached)
         self._front.jobs[job.id] = job
         try:
             await self._fetch.prepare(request, fetch)
@@ -199,7 +213,8 @@ class Worker:
                 self._handover.cancel(job.id, "aborted")
                 return await outcome
             job.decode = decode
-            if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens)):
+            job.queued_tokens = 0
+            if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens, dispatch.cached)):
                 return Outcome("stale")
             return await asyncio.wait_for(asyncio.shield(outcome), job.deadline - time.monotonic())
         except ValueError as error:
@@ -211,11 +226,11 @@ class Worker:
                 await self.abort(job.id)
 
     @staticmethod
-    def _add(engine: Engine, job: Job, new_tokens: int | None) -> bool:
+    def _add(engine: Engine, job: Job, new_tokens: int | None, believed: int) -> bool:
         """Queue a request, unless more of its prompt would have to be computed than was expected."""
         if new_tokens is not None and job.request.prompt_tokens - engine.found(job.request) > new_tokens:
             return False
-        engine.add(job.request, hand_off=job.decode is not None)
+        engine.add(job.request, hand_off=job.decode is not None, believed=believed)
         return True
 
     async def abort(self, request_id: str) -> None:
@@ -230,6 +245,22 @@ class Worker:
         job.end(Outcome("aborted"))
         self._fetch.cancel(request_id)
         await self._takeover.release(job)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that were accepted and are not computed yet, as far as is known."""
+        return self._engine.queued_tokens + sum(job.queued_tokens for job in self._front.jobs.values())
+
+    def load(self) -> Load:
+        """How busy this worker is."""
+        blocks = self._engine.cache.counts()
+        return Load(
+            queued_tokens=self.queued_tokens,
+            running=self._engine.running,
+            prompt_tokens_s=self._speeds.prompt_tokens_s,
+            free_blocks=blocks["free"] + blocks["cached"] - blocks["pinned"],
+            accepted=self._arrivals.latest,
+        )
 
     @property
     def _full(self) -> bool:

@@ -24,7 +24,7 @@ class Job:
     A job of `generate` has an `outcome` to set; `decode` names the worker that its prompt is handed to. A job of
     `reserve` has none; `reserved` is what it waits for, until its lease is open: None if it is aborted. A job that
     fetches has neither; `borrowed` is set when its lease has come to an end, one way or the other. One that lends or
-    fetches is `aside`: no client asked for it.
+    fetches is `aside`: no client asked for it. Before the engine knows it, `queued_tokens` are to be computed of it.
     """
 
     request: Request
@@ -35,6 +35,7 @@ class Job:
     computed_at: float | None = None
     connected_at: float = 0.0
     aside: bool = False
+    queued_tokens: int = 0
     refused: Outcome | None = None
     reserved: asyncio.Future[Reserved | None] | None = None
     borrowed: asyncio.Future[None] | None = None

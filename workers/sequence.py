@@ -39,7 +39,8 @@ class Sequence:
     sequences by `arrival`, and counts later ones that begin before: in `overtaken` those of the same tenant that do not
     rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
     Of a hand-off, `offered_blocks` have been offered to the peer, and of those behind them the first `offered_layers`.
-    `spare` blocks are in no table any more, but a peer's copy of them may be under way.
+    `spare` blocks are in no table any more, but a peer's copy of them may be under way. Of a prompt that has not begun,
+    `believed` tokens are taken to be cached.
     """
 
     def __init__(self, request: Request, hand_off: bool = False) -> None:
@@ -62,6 +63,7 @@ class Sequence:
         self.cached_tokens: int | None = None
         self.offered_blocks = 0
         self.offered_layers = 0
+        self.believed = 0
         self.spare: list[int] = []
 
     @property

@@ -19,7 +19,7 @@ class SpeedMeter:
     """Running means. Steps are told by the engine thread, hand-overs by the asyncio thread."""
 
     def __init__(self) -> None:
-        self._prompt_tokens_s = 0.0
+        self.prompt_tokens_s = 0.0
         self._handover_s = 0.0
         self._bytes_s = 0.0
         self._sent = (0, 0.0)
@@ -28,7 +28,7 @@ class SpeedMeter:
         """A step has been computed."""
         tokens = sum(work.count for work in works if work.count > 1)
         if tokens >= MIN_TOKENS:
-            self._prompt_tokens_s = _mean(self._prompt_tokens_s, tokens / seconds)
+            self.prompt_tokens_s = _mean(self.prompt_tokens_s, tokens / seconds)
 
     def handed_over(self, seconds: float) -> None:
         """A hand-over was complete, so long after its first token."""
@@ -40,7 +40,7 @@ class SpeedMeter:
         if seconds >= MIN_SENDING_S:
             self._bytes_s = _mean(self._bytes_s, sent / seconds)
             self._sent = transfers.sent_bytes, transfers.sending_s
-        return Speeds(self._prompt_tokens_s, self._handover_s, self._bytes_s)
+        return Speeds(self.prompt_tokens_s, self._handover_s, self._bytes_s)
 
 
 def _mean(before: float, now: float) -> float:

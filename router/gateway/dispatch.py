@@ -184,7 +184,8 @@ class Dispatcher:
         left, local_tokens = self._router_config.candidates, None
         while True:
             plan = attempt.plan
-            name, arguments = plan.prefill, (request, plan.decode, plan.fetch, plan.new_tokens)
+            dispatch = self._router.numbered(plan, attempt.ticket, last=left == 1)
+            name, arguments = plan.prefill, (request, plan.decode, plan.fetch, plan.new_tokens, dispatch)
             timeout = request.timeout_s + ABORT_TIMEOUT_S
             try:
                 outcome: Outcome = await self._directory.call(name, "generate", *arguments, timeout=timeout)
@@ -212,6 +213,7 @@ class Dispatcher:
                 local_tokens = 0
             elif outcome.status == "busy":
                 left, avoid = left - 1, avoid | {name}
+                self._router.view.queue_is(name, outcome.queued_tokens)
             else:
                 return
             attempt.ticket.close()

@@ -8,7 +8,7 @@ import pytest
 from router.config import GatewayConfig, RouterConfig
 from router.gateway.dispatch import Dispatcher, Prompt
 from router.route import Router
-from router.view import View
+from router.view import Ladder, View
 from transfer.messages import Delta, Outcome, SamplingParams, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
@@ -61,7 +61,7 @@ class Forgetful:
         assert self.dispatcher is not None
         if method != "generate":
             return None
-        request, decode, _, new_tokens = args
+        request, decode, _, new_tokens, _ = args
         self.asked.append((name, decode))
         if new_tokens is not None:
             return Outcome("stale")
@@ -84,8 +84,8 @@ async def test_decode_workers_that_lack_what_was_believed_cost_one_detour_and_no
     assert (first[:6], nobody, second) == ("decode", None, "prefill-0")
     assert decode is not None
     await asyncio.sleep(0)
-    assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())
-    assert view.workers[first].held.match(prompt.chain.keys) == (125 if first == decode else 0)
+    assert all(one.in_flight == one.sent.tokens == one.decodes == 0 for one in view.workers.values())
+    assert (first in view.holdings(Ladder.of(prompt.chain)).soon) == (first == decode)
 
 
 class Fickle(Forgetful):
@@ -110,7 +110,7 @@ async def test_a_decode_worker_that_failed_and_then_lacks_what_was_believed_is_n
     assert [output.tokens for output in given] == [(7, 8)]
     assert directory.asked[-1] == ("prefill-0", "decode-0")
     await asyncio.sleep(0)
-    assert all(one.prefill_tokens == one.decodes == 0 for one in view.workers.values())
+    assert all(one.in_flight == one.sent.tokens == one.decodes == 0 for one in view.workers.values())
 
 
 async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> None:
@@ -125,4 +125,6 @@ async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> Non
     assert [output.tokens for output in given] == [(7, 8)]
     await asyncio.sleep(0)
     whole = prompt.chain.extended(tokens + pack_tokens([7, 8]))
-    assert (len(whole.keys), view.workers["decode-0"].held.match(whole.keys)) == (2, 1)
+    assert len(whole.keys) == 2
+    assert view.holdings(Ladder.of(whole)).there == {}
+    assert view.holdings(Ladder.of(prompt.chain)).there == {"prefill-0": 16, "decode-0": 16}

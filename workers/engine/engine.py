@@ -134,6 +134,17 @@ class Engine:
         return self._scheduler.waiting + len(self._reservations)
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed here, as far as is known. Other threads read this, too."""
+        tokens = 0
+        for one in list(self._sequences.values()):
+            if one.stage is Stage.WAITING:
+                tokens += max(1, one.length - one.believed)
+            elif one.stage is Stage.RUNNING and one.remaining > 1:
+                tokens += one.remaining
+        return tokens
+
+    @property
     def full(self) -> bool:
         """Whether the queue is at its bound."""
         return self.waiting >= self._max_waiting
@@ -147,9 +158,12 @@ class Engine:
         """How many of a prompt's tokens are cached here."""
         return self.cache.found(Sequence(request))
 
-    def add(self, request: Request, hand_off: bool = False) -> None:
-        """Queue a request. Raises ValueError when it can never run here."""
-        self._scheduler.add(self._new(request, hand_off))
+    def add(self, request: Request, hand_off: bool = False, believed: int = 0) -> None:
+        """Queue a request of which `believed` tokens are taken to be cached. Raises ValueError when it can never run
+        here."""
+        sequence = self._new(request, hand_off)
+        sequence.believed = believed
+        self._scheduler.add(sequence)
 
     def reserve(self, request: Request) -> None:
         """Queue a request whose prompt a peer computes; `Reserved` follows from a step."""
