@@ -31,7 +31,7 @@ _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 PING_TIMEOUT_S = 30.0
 READY = """\
-Headwater is ready: {model} on {url}
+Headwater is ready: {model} on {urls}
 
   curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a headwater?"}}], "max_tokens": 64}}'
@@ -49,6 +49,7 @@ def serve(
     prefill: Annotated[int | None, typer.Option(help="number of prefill workers")] = None,
     decode: Annotated[int | None, typer.Option(help="number of decode workers")] = None,
     both: Annotated[int | None, typer.Option(help="number of workers with both roles")] = None,
+    gateways: Annotated[int | None, typer.Option(help="number of gateways, on ports one after another")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")] = None,
@@ -62,12 +63,13 @@ def serve(
     address: Annotated[str | None, typer.Option(help="a running Ray cluster; default: start one here")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; flags come on top")] = None,
 ) -> None:
-    """Start a cluster and its gateway; Ctrl-C drains and stops everything."""
+    """Start a cluster and its gateways; Ctrl-C drains and stops everything."""
     flags = {
         "model.name": model,
         "prefill.replicas": prefill,
         "decode.replicas": decode,
         "both.replicas": both,
+        "gateway.replicas": gateways,
         "gateway.host": host,
         "gateway.port": port,
         "worker.dtype": dtype,
@@ -111,7 +113,9 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     until = None
     try:
         with running.announced(ray.get_runtime_context().gcs_address):
-            typer.echo(READY.format(python=sys.executable, model=served_name(settings.model.name), url=cluster.url))
+            urls = " and ".join(cluster.urls)
+            model = served_name(settings.model.name)
+            typer.echo(READY.format(python=sys.executable, model=model, urls=urls, url=cluster.url))
             healthy = _wait(cluster, stop)
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
         healthy = healthy and _drain(cluster)
@@ -123,24 +127,25 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
 
 
 def _wait(cluster: Any, stop: SimpleQueue[None]) -> bool:
-    """Wait for a signal; False when the gateway dies by itself. A gateway that hangs must not delay the signal."""
+    """Wait for a signal; False when a gateway dies by itself. A gateway that hangs must not delay the signal."""
     import ray
     from ray.exceptions import RayError
 
-    ping, until = cluster.gateway.ping.remote(), time.monotonic() + PING_TIMEOUT_S
+    pings, until = [one.ping.remote() for one in cluster.gateways], time.monotonic() + PING_TIMEOUT_S
     while True:
         with suppress(Empty):
             stop.get(timeout=1.0)
             return True
-        if ray.wait([ping], timeout=0)[0]:
-            try:
-                ray.get(ping)
-            except RayError as error:
-                _errors.print(f"error: the gateway died: {type(error).__name__}")
-                return False
-            ping, until = cluster.gateway.ping.remote(), time.monotonic() + PING_TIMEOUT_S
+        answered, waiting = ray.wait(pings, num_returns=len(pings), timeout=0)
+        try:
+            ray.get(answered)
+        except RayError as error:
+            _errors.print(f"error: a gateway died: {type(error).__name__}")
+            return False
+        if not waiting:
+            pings, until = [one.ping.remote() for one in cluster.gateways], time.monotonic() + PING_TIMEOUT_S
         elif time.monotonic() > until:
-            _errors.print(f"error: the gateway has not answered for {PING_TIMEOUT_S:.0f} s")
+            _errors.print(f"error: a gateway has not answered for {PING_TIMEOUT_S:.0f} s")
             return False
 
 
@@ -159,12 +164,12 @@ def _drain(cluster: Any) -> bool:
 
 
 def _check_port(settings: ClusterConfig) -> None:
-    try:
-        socket.create_server((settings.gateway.host, settings.gateway.port)).close()
-    except OSError as error:
-        raise UserError(
-            f"gateway.port: cannot listen on {settings.gateway.host}:{settings.gateway.port}: {error.strerror}"
-        ) from None
+    for port in settings.gateway.ports:
+        try:
+            socket.create_server((settings.gateway.host, port)).close()
+        except OSError as error:
+            where = f"{settings.gateway.host}:{port}"
+            raise UserError(f"gateway.port: cannot listen on {where}: {error.strerror}") from None
 
 
 def _resolve(name: str) -> Path:

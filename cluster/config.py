@@ -22,6 +22,7 @@ from transfer.config import TransferConfig
 from workers.config import WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
+FIRST_GATEWAY = "gateway-0"
 
 
 class ConfigError(UserError):
@@ -77,6 +78,11 @@ class ClusterConfig(_Section):
         if not (prefill or both):
             raise ValueError("prefill.replicas, decode.replicas and both.replicas are all 0: nobody would answer")
         return self
+
+    @property
+    def gateways(self) -> list[str]:
+        """Names of the wanted gateways."""
+        return [f"gateway-{index}" for index in range(self.gateway.replicas)]
 
     @property
     def workers(self) -> list[tuple[str, str]]:

@@ -29,7 +29,6 @@ from workers.actor import Worker
 from workers.config import WorkerConfig
 
 DEFAULT_NAME = "headwater"
-GATEWAY = "gateway-0"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Requests and tokens travel inline; the object store stays almost empty."""
 MAX_CONCURRENCY = 100_000
@@ -101,24 +100,29 @@ class Cluster:
 
     def __init__(self, config: ClusterConfig, model: Path, name: str = DEFAULT_NAME) -> None:
         self.config = config
-        self.port = 0
+        self.ports: list[int] = []
         self._model = model
         self._name = name
         self._actors: dict[str, Any] = {}
         self._cores = 1
 
     @property
-    def url(self) -> str:
-        """Where the gateway listens."""
+    def urls(self) -> list[str]:
+        """Where the gateways listen."""
         host = "127.0.0.1" if self.config.gateway.host == "0.0.0.0" else self.config.gateway.host
-        return f"http://{host}:{self.port}"
+        return [f"http://{host}:{port}" for port in self.ports]
+
+    @property
+    def url(self) -> str:
+        """Where the first gateway listens."""
+        return self.urls[0]
 
     def start(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Start everything and wait until it can serve. Raises LaunchError, with nothing left running."""
         try:
             self._start_workers(progress)
-            progress("starting the gateway")
-            self._start_gateway()
+            progress("starting the gateways")
+            self._start_gateways()
         except ValueError as error:  # Ray knows an actor of this name already
             self.stop()
             raise LaunchError(f"a cluster named {self._name!r} runs here already: {error}") from None
@@ -131,9 +135,9 @@ class Cluster:
         return self._actors[name]
 
     @property
-    def gateway(self) -> Any:
-        """The gateway's actor handle."""
-        return self._actors[GATEWAY]
+    def gateways(self) -> list[Any]:
+        """The gateways' actor handles."""
+        return [self._actors[name] for name in self.config.gateways]
 
     def statuses(self) -> list[WorkerStatus]:
         """Each living worker's own account."""
@@ -142,14 +146,16 @@ class Cluster:
 
     def drain(self) -> int:
         """Let running requests finish, up to the configured time; returns how many were cut off."""
-        return int(ray.get(self.gateway.drain.remote(), timeout=self.config.gateway.drain_s + DRAIN_END_S))
+        calls = [one.drain.remote() for one in self.gateways]
+        return sum(ray.get(calls, timeout=self.config.gateway.drain_s + DRAIN_END_S))
 
     def stop(self, until: float | None = None) -> None:
-        """End every actor, the gateway first. Workers may take half of the time until `until` (monotonic; default:
+        """End every actor, the gateways first. Workers may take half of the time until `until` (monotonic; default:
         `STOP_S` from now) to end by themselves."""
         until = time.monotonic() + STOP_S if until is None else until
-        if (gateway := self._actors.pop(GATEWAY, None)) is not None:
-            ray.kill(gateway)
+        for name in self.config.gateways:
+            if (gateway := self._actors.pop(name, None)) is not None:
+                ray.kill(gateway)
         workers, self._actors = list(self._actors.values()), {}
         if workers:
             ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=_share(until))
@@ -187,14 +193,14 @@ class Cluster:
         check_layouts([(role, peer) for (_, role), peer in zip(workers, peers, strict=True)])
 
     def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
-        """The results of calls to all workers; `progress` hears how many have answered. Raises LaunchError with the
+        """The results of calls to several actors; `progress` hears how many have answered. Raises LaunchError with the
         first that fails, or when the last takes too long."""
         pending, until = calls, time.monotonic() + START_TIMEOUT_S
         while pending:
             progress(len(calls) - len(pending))
             done, pending = ray.wait(pending, timeout=max(0.0, until - time.monotonic()))
             if not done:
-                raise LaunchError(f"{len(pending)} workers were not ready within {START_TIMEOUT_S:.0f} s")
+                raise LaunchError(f"{len(pending)} actors were not ready within {START_TIMEOUT_S:.0f} s")
             for one in done:
                 _result(one)
         return [_result(one) for one in calls]
@@ -204,22 +210,23 @@ class Cluster:
         config = self.config.worker
         return config.model_copy(update={"threads": config.threads or self._cores})
 
-    def _start_gateway(self) -> None:
-        gateway = (
-            ray.remote(Gateway)
-            .options(name=GATEWAY, namespace=self._name, num_cpus=0, max_concurrency=MAX_CONCURRENCY)
-            .remote(
-                GATEWAY,
-                self.config.workers,
-                self._model,
-                self.config.gateway,
-                self.config.router,
-                RayDirectory(self._name),
-                telemetry.setup,
+    def _start_gateways(self) -> None:
+        config = self.config.gateway
+        for name, port in zip(self.config.gateways, config.ports, strict=True):
+            self._actors[name] = (
+                ray.remote(Gateway)
+                .options(name=name, namespace=self._name, num_cpus=0, max_concurrency=MAX_CONCURRENCY)
+                .remote(
+                    name,
+                    self.config.workers,
+                    self._model,
+                    config.model_copy(update={"port": port}),
+                    self.config.router,
+                    RayDirectory(self._name),
+                    telemetry.setup,
+                )
             )
-        )
-        self._actors[GATEWAY] = gateway
-        self.port = _result(gateway.start.remote())
+        self.ports = self._all([one.start.remote() for one in self.gateways])
 
 
 def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:

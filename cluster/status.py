@@ -11,14 +11,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
-from cluster.launch import GATEWAY, LaunchError
+from cluster.config import FIRST_GATEWAY
+from cluster.launch import LaunchError
 from transfer.messages import WorkerStatus
 
 
 def collect(name: str) -> list[WorkerStatus]:
     """What the workers of the cluster `name` say. Raises LaunchError when there is no such cluster."""
     try:
-        gateway = ray.get_actor(GATEWAY, namespace=name)
+        gateway = ray.get_actor(FIRST_GATEWAY, namespace=name)
         return list(ray.get(gateway.statuses.remote(), timeout=10))
     except (ValueError, RayError):
         raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster") from None

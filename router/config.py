@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from typing_extensions import Self
 
 
 class RouterConfig(BaseModel):
@@ -30,8 +31,11 @@ class GatewayConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    replicas: int = Field(1, ge=1, le=64, description="number of gateways, with a router each")
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    port: int = Field(
+        8000, ge=0, le=65535, description="port to listen on; further gateways take the next ones; 0 takes free ones"
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
     max_priority: int = Field(
@@ -44,3 +48,14 @@ class GatewayConfig(BaseModel):
         description="longest `cache_ttl` that clients may ask for; raise it where they can be trusted",
     )
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")
+
+    @model_validator(mode="after")
+    def _there_are_ports_for_all(self) -> Self:
+        if self.port + self.replicas - 1 > 65535:
+            raise ValueError(f"gateway.port {self.port} leaves no ports for {self.replicas} gateways")
+        return self
+
+    @property
+    def ports(self) -> list[int]:
+        """The port of each gateway; 0 for a free one."""
+        return [self.port + number if self.port else 0 for number in range(self.replicas)]

@@ -51,7 +51,7 @@ def run(config: ClusterConfig, prompt_tokens: int, requests: int) -> Report:
         engine = EngineAlone(Engine(Model(resolve(config.model.name), worker.dtype, worker.device), worker))
         draw = random.Random(0)
         prompt = [draw.randrange(cluster.statuses()[0].vocab_size) for _ in range(prompt_tokens)]
-        client = _Client(cluster.port, served_name(config.model.name), prompt)
+        client = _Client(cluster.ports[0], served_name(config.model.name), prompt)
         alone, through = [], []
         for number in range(requests + 3):
             with_cluster, without = client.first_token_s(), engine.first_token_s(prompt)

@@ -36,8 +36,9 @@ def unbalanced(cluster: Cluster) -> str | None:
         at_rest = blocks["free"] + blocks["cached"] == blocks["total"] and not blocks["pinned"]
         if not at_rest or one.running or one.waiting:
             return f"{one.name}: {one.running} running, {one.waiting} waiting, {blocks}"
-    if flying := ray.get(cluster.gateway.in_flight.remote(), timeout=10):
-        return f"{flying} in flight at the gateway"
+    flying = ray.get([one.in_flight.remote() for one in cluster.gateways], timeout=10)
+    if any(flying):
+        return f"{flying} in flight at the gateways"
     return None
 
 

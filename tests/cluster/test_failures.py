@@ -173,7 +173,7 @@ def test_a_full_queue_is_429_at_once(narrow: Cluster) -> None:
 
 def test_a_gateway_killed_in_mid_stream_frees_the_workers(narrow: Cluster) -> None:
     """Last of the tests that share this cluster."""
-    gateway = ray.get(narrow.gateway.ping.remote())
+    gateway = ray.get(narrow.gateways[0].ping.remote())
     client = OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=30)
     stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1500, stream=True)
     next(iter(stream))

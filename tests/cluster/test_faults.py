@@ -464,7 +464,7 @@ def check_restart(scene: Scene, killed: Sequence[str]) -> None:
     assert_balance(scene.cluster, BALANCE_S)
     restart(scene.cluster, killed)
     until = time.monotonic() + 10
-    while {one.incarnation for one in ray.get(scene.cluster.gateway.statuses.remote())} != {
+    while {one.incarnation for one in ray.get(scene.cluster.gateways[0].statuses.remote())} != {
         one.incarnation for one in statuses(scene.cluster)
     }:
         assert time.monotonic() < until, "the gateway does not find the new life"
