@@ -28,8 +28,8 @@ from transfer.prefix import PrefixChain
 
 FEW = 16
 """Workers that are all looked at. Of more, it is so many that are likely to be good."""
-DEEPEST, HALF, HOMES, RANDOM = 6, 2, 4, 2
-"""Those: holders of most of the prompt, holders of at least half as much, homes, and any."""
+DEEPEST, HOMES, RANDOM = 8, 4, 2
+"""Those: holders of most of the prompt, homes, and any."""
 NEAR = 1.02
 NEAR_S = 0.002
 """Costs that differ by this factor and time are the same."""
@@ -63,7 +63,7 @@ class Ticket:
     _open: bool = True
 
     def __post_init__(self) -> None:
-        self._prefill.computing += 1
+        self._count(1)
         self._decode.decodes += 1
 
     def computed(self) -> None:
@@ -83,8 +83,13 @@ class Ticket:
 
     def _end(self) -> None:
         self._computing = False
-        self._prefill.computing -= 1
+        self._count(-1)
         self._prefill.sent.drop(self._router.name, self.number)
+
+    def _count(self, more: int) -> None:
+        self._prefill.computing += more
+        if self._prefill.role != DECODE:
+            self._router.view.computing += more
 
 
 class Router:
@@ -95,7 +100,10 @@ class Router:
         self.name = name
         self._config = config
         self._random = random or Random(name)
-        self._rings = {PREFILL: Ring(), DECODE: Ring()}
+        workers = view.workers.values()
+        self._rings = {
+            role: Ring(one.name for one in workers if one.role in (role, BOTH)) for role in (PREFILL, DECODE)
+        }
         self._heat = Heat(HEAT_KEYS, HEAT_HALF_LIFE_S)
         self._numbers: dict[str, int] = {}
 
@@ -112,11 +120,12 @@ class Router:
         Raises NoWorkers."""
         ask = _Ask(chain, Ladder.of(chain), tokens, avoid, self.view.now())
         most = self._config.local_tokens if local_tokens is None else local_tokens
-        able = [worker for worker in self.view.able(PREFILL, BOTH) if worker.name not in avoid]
-        if all(worker.name in avoid for worker in self.view.able(DECODE)):
-            able = [worker for worker in able if worker.role == BOTH]
+        able = self._but(avoid, PREFILL, BOTH)
+        if not self._but(avoid, DECODE):
+            able = {name: worker for name, worker in able.items() if worker.role == BOTH}
         if not able:
-            raise NoWorkers("no prefill worker is available" if self.view.able(DECODE, BOTH) else "no decode worker")
+            lacking = "prefill worker is available" if self.view.able(DECODE, BOTH).workers else "decode worker"
+            raise NoWorkers(f"no {lacking}")
         ask.holdings = self.view.holdings(ask.ladder)
         prefill, way, why = self._prefill_for(ask, able)
         queued = int(prefill.queue(ask.now))
@@ -169,12 +178,16 @@ class Router:
 
     # --- who computes the prompt --------------------------------------------------------------------------------
 
-    def _prefill_for(self, ask: _Ask, able: list[WorkerView]) -> tuple[WorkerView, Reach, dict[str, object]]:
-        index, rate = self._anchor(ask.ladder, ask.now)
+    def _but(self, avoid: frozenset[str], *roles: str) -> dict[str, WorkerView]:
+        """Workers of some roles that are able, but for those to avoid."""
+        able = self.view.able(*roles).workers
+        return {name: worker for name, worker in able.items() if name not in avoid} if avoid else able
+
+    def _prefill_for(self, ask: _Ask, able: dict[str, WorkerView]) -> tuple[WorkerView, Reach, dict[str, object]]:
+        index, homes = self._anchor(ask.ladder, ask.now)
+        homes = min(len(able), homes)
         anchor = ask.ladder.keys[index] if ask.ladder.keys else ask.chain.root
-        hot = HOT_SHARE * _speed(able)
-        homes = min(len(able), max(1, math.ceil(rate / hot)))
-        order = self._order(PREFILL, anchor, max(homes, HOMES), able)
+        order = self._rings[PREFILL].order(anchor, max(homes, HOMES), able)
         place = {name: number for number, name in enumerate(order)}
         candidates = self._candidates(ask, able, order)
         if homes > 1:
@@ -190,31 +203,19 @@ class Router:
         why |= {"missing": way.missing, "seconds": way.seconds, "cost": costs[chosen.name][0], "candidates": len(costs)}
         return chosen, way, why
 
-    def _anchor(self, ladder: Ladder, now: float) -> tuple[int, float]:
-        """Which of a prompt's keys decides its home, and how many tokens a second arrive under that key, at all
-        routers if they arrive evenly."""
-        routers = self.view.routers
-        hot = HOT_SHARE * _speed(self.view.able(PREFILL, BOTH) or list(self.view.workers.values()))
-        index, rate = self._heat.anchor(ladder.keys, hot / routers, now)
-        return max(0, index), rate * routers
+    def _anchor(self, ladder: Ladder, now: float) -> tuple[int, int]:
+        """Which of a prompt's keys decides its home, and how many homes it has. Prompts are taken to arrive at all
+        routers alike."""
+        hot = HOT_SHARE * self.view.able(PREFILL, BOTH).prompt_tokens_s / self.view.routers
+        index, rate = self._heat.anchor(ladder.keys, hot, now)
+        return max(0, index), max(1, math.ceil(rate / hot))
 
-    def _order(self, role: str, key: bytes, count: int, able: list[WorkerView]) -> list[str]:
-        """The first of the workers that are able, in ring order from a key's home on. All of a role are on the ring:
-        it takes its time to change."""
-        ring = self._rings[role]
-        ring.set(worker.name for worker in self.view.workers.values() if worker.role in (role, BOTH))
-        return ring.order(key, count, {worker.name for worker in able})
-
-    def _candidates(self, ask: _Ask, able: list[WorkerView], order: list[str]) -> list[WorkerView]:
+    def _candidates(self, ask: _Ask, able: dict[str, WorkerView], order: list[str]) -> list[WorkerView]:
         if len(able) <= FEW:
-            return able
-        by_name = {worker.name: worker for worker in able}
-        held = {name: tokens for name, tokens in ask.holdings.soon.items() if name in by_name}
-        deepest = sorted(held, key=lambda name: -held[name])
-        half = [name for name in deepest[DEEPEST:] if 2 * held[name] >= held[deepest[0]]][-HALF:]
-        names = [*deepest[:DEEPEST], *half, *(name for name in order if name in by_name)]
-        names += [worker.name for worker in self._random.sample(able, RANDOM)]
-        return [by_name[name] for name in dict.fromkeys(names)]
+            return list(able.values())
+        deepest = [name for name in ask.holdings.deepest(DEEPEST + len(ask.avoid)) if name in able]
+        names = [*deepest, *order, *self._random.sample(list(able), RANDOM)]
+        return [able[name] for name in dict.fromkeys(names)]
 
     def _spread(self, candidates: list[WorkerView], anchor: bytes, homes: int, ask: _Ask) -> list[WorkerView]:
         """Of a prompt whose prefixes are all hot, no worker takes much more than its share."""
@@ -225,10 +226,9 @@ class Router:
 
     def _within_bounds(self, candidates: list[WorkerView], now: float) -> list[WorkerView]:
         """The candidates that have not much more to do than the mean."""
-        everybody = self.view.able(PREFILL, BOTH)
-        wait = self.view.mean_wait_s(PREFILL, BOTH)
-        count = (sum(worker.in_flight for worker in everybody) + 1) / len(everybody)
-        bound = self._config.load_bound
+        crowd, bound = self.view.able(PREFILL, BOTH), self._config.load_bound
+        wait = crowd.wait_s
+        count = (self.view.computing + crowd.noticed + 1) / len(crowd.workers)
         longest = max(bound * wait, wait + self._config.load_slack_s)
         most = max(bound * count, count + SLACK_REQUESTS / self.view.routers)
         return [worker for worker in candidates if worker.wait_s(now) <= longest and worker.in_flight + 1 <= most]
@@ -242,18 +242,18 @@ class Router:
     def _decode_for(self, ask: _Ask) -> WorkerView:
         """Of those that have room and few answers under way the one that holds most of the prompt, then the one with
         the fewest, then the prompt's home."""
-        able = [worker for worker in self.view.able(DECODE) if worker.name not in ask.avoid]
+        able = self._but(ask.avoid, DECODE)
         if not able:
             raise NoWorkers("no decode worker is available")
         home = ask.ladder.keys[0] if ask.ladder.keys else ask.chain.root
-        order = self._order(DECODE, home, HOMES, able)
+        order = self._rings[DECODE].order(home, HOMES, able)
         candidates = self._candidates(ask, able, order)
         mean = sum(one.answering for one in candidates) / len(candidates)
         most = max(self._config.load_bound * mean, mean + SLACK_ANSWERS)
         place = {name: number for number, name in enumerate(order)}
 
         def rank(one: WorkerView) -> tuple[bool, bool, int, int, int]:
-            held = ask.held(one.name, ask.holdings.soon)
+            held = ask.whole(ask.holdings.soon(one.name))
             full = one.load is not None and one.load.free_blocks * ask.chain.block_size < ask.tokens - held
             return full, one.answering + 1 > most, -held, one.answering, place.get(one.name, FEW)
 
@@ -263,13 +263,13 @@ class Router:
 
     def _reach(self, ask: _Ask, worker: WorkerView) -> Reach:
         """How a worker gets at a prompt: alone, or with the help of the one that holds most of it."""
-        own = ask.held(worker.name, ask.holdings.soon)
-        for name in ask.lenders(self.view):
-            other = self.view.workers[name]
+        own = ask.whole(ask.holdings.soon(worker.name))
+        for other, held in ask.lenders(self.view):
+            if held <= own:
+                break
             if other is not worker and _alike(worker, other):
-                held = ask.held(name, ask.holdings.there)
-                return reach(worker, ask.tokens, own, other, held) if held > own else _alone(worker, ask, own)
-        return _alone(worker, ask, own)
+                return reach(worker, ask.tokens, own, other, held)
+        return reach(worker, ask.tokens, own, None, 0)
 
     @staticmethod
     def _planned(
@@ -296,30 +296,21 @@ class _Ask:
         self.tokens = tokens
         self.avoid = avoid
         self.now = now
-        self._lenders: list[str] | None = None
+        self._lenders: list[tuple[WorkerView, int]] | None = None
 
-    def held(self, name: str, holdings: dict[str, int]) -> int:
-        """Tokens of the prompt that a worker holds in whole blocks; at least one is left to compute."""
+    def whole(self, held: int) -> int:
+        """Tokens of those that a worker holds that are of use; at least one is left to compute."""
         size = self.chain.block_size
-        return min(holdings.get(name, 0), (self.tokens - 1) // size * size)
+        return min(held, (self.tokens - 1) // size * size)
 
-    def lenders(self, view: View) -> list[str]:
-        """Living workers that have some of it by now, those that have most first."""
+    def lenders(self, view: View) -> list[tuple[WorkerView, int]]:
+        """Living workers that have most of it by now, and how much."""
         if self._lenders is None:
-            there = self.holdings.there
-            some = [name for name in there if name not in self.avoid and name in view.workers]
-            some = [name for name in some if view.workers[name].alive]
-            self._lenders = sorted(some, key=lambda name: -there[name])
+            names = self.holdings.deepest(DEEPEST + len(self.avoid))
+            some = [view.workers[name] for name in names if name in view.workers and name not in self.avoid]
+            lenders = [(one, self.whole(self.holdings.there(one.name))) for one in some if one.alive]
+            self._lenders = sorted(lenders, key=lambda item: -item[1])
         return self._lenders
-
-
-def _alone(worker: WorkerView, ask: _Ask, own: int) -> Reach:
-    return reach(worker, ask.tokens, own, None, 0)
-
-
-def _speed(workers: list[WorkerView]) -> float:
-    """Prompt tokens a second of a typical worker."""
-    return sorted(worker.prompt_tokens_s for worker in workers)[len(workers) // 2]
 
 
 def _caches(worker: WorkerView) -> bool:

@@ -98,20 +98,62 @@ class Ladder:
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """Tokens of a prompt by worker: those that it has by now, and those that it soon will have."""
+class Crowd:
+    """Workers that are able to do something, by name; their mean wait and typical speed, and how many dispatches to
+    them other routers have given notice of."""
 
-    there: dict[str, int]
-    soon: dict[str, int]
+    workers: dict[str, WorkerView]
+    wait_s: float
+    prompt_tokens_s: float
+    noticed: int
+
+    @classmethod
+    def of(cls, workers: list[WorkerView], now: float) -> Crowd:
+        """The crowd of some workers at a time."""
+        speeds = sorted(worker.prompt_tokens_s for worker in workers)
+        return cls(
+            {worker.name: worker for worker in workers},
+            sum(worker.wait_s(now) for worker in workers) / max(1, len(workers)),
+            speeds[len(speeds) // 2] if speeds else PROMPT_TOKENS_S,
+            sum(worker.noticed.count for worker in workers),
+        )
+
+
+class Holdings:
+    """How many tokens of a prompt each worker holds: by what their summaries say, in `rows` of `replicas`, and by what
+    is known beyond that (`soon`: those that it will have, and those that it has by now)."""
+
+    def __init__(self, rows: np.ndarray, replicas: Replicas | None, soon: dict[str, tuple[int, int]]) -> None:
+        self._rows = rows
+        self._replicas = replicas
+        self._soon = soon
+
+    def there(self, name: str) -> int:
+        """Tokens that a worker has by now."""
+        return max(self._said(name), self._soon.get(name, (0, 0))[1])
+
+    def soon(self, name: str) -> int:
+        """Tokens that a worker has, or soon will have."""
+        return max(self._said(name), self._soon.get(name, (0, 0))[0])
 
     def deepest(self, count: int) -> list[str]:
-        """The workers that hold most, or soon will."""
-        return sorted(self.soon, key=lambda name: -self.soon[name])[:count]
+        """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first."""
+        names = set(self._soon)
+        if self._replicas is not None:
+            rows = np.flatnonzero(self._rows)
+            if len(rows) > count:
+                rows = rows[np.argpartition(self._rows[rows], -count)[-count:]]
+            names.update(self._replicas.workers[row] for row in rows.tolist())
+        return sorted(names, key=lambda name: (-self.soon(name), name))[:count]
+
+    def _said(self, name: str) -> int:
+        row = self._replicas.row(name) if self._replicas is not None else None
+        return int(self._rows[row]) if row is not None else 0
 
 
 class View:
     """All workers by name, in the order they were announced. `replicas` has what their summaries say. `routers` is how
-    many routers there are, this one included."""
+    many routers there are, this one included; `computing` is the sum of what prefill workers compute for this one."""
 
     def __init__(
         self,
@@ -123,9 +165,9 @@ class View:
         self.now = clock
         self.soon = Soon()
         self.routers = 1
+        self.computing = 0
         self._replicas = replicas
-        self._able: dict[tuple[str, ...], list[WorkerView]] = {}
-        self._mean_wait_s: dict[tuple[str, ...], float] = {}
+        self._crowds: dict[tuple[str, ...], Crowd] = {}
         self._refreshed = -np.inf
 
     # --- what is heard of workers -------------------------------------------------------------------------------
@@ -154,51 +196,38 @@ class View:
 
     # --- what a decision needs ----------------------------------------------------------------------------------
 
-    def able(self, *roles: str) -> list[WorkerView]:
+    def able(self, *roles: str) -> Crowd:
         """Living workers of any of these roles, as of at most `REFRESH_S` ago."""
         now = self.now()
         if now - self._refreshed >= REFRESH_S:
             self._refresh(now)
-        found = self._able.get(roles)
-        if found is None:
+        if roles not in self._crowds:
             living = [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
             heard = [worker for worker in living if worker.heard is None or now - worker.heard < SILENT_S]
-            found = self._able[roles] = heard or living
-        return found
-
-    def mean_wait_s(self, *roles: str) -> float:
-        """How long the queues of the workers that are able are, as of at most `REFRESH_S` ago."""
-        workers = self.able(*roles)
-        if roles not in self._mean_wait_s:
-            now = self.now()
-            self._mean_wait_s[roles] = sum(worker.wait_s(now) for worker in workers) / len(workers)
-        return self._mean_wait_s[roles]
+            self._crowds[roles] = Crowd.of(heard or living, now)
+        return self._crowds[roles]
 
     def holdings(self, ladder: Ladder) -> Holdings:
-        """How much of a prompt the workers hold; those that hold nothing are left out."""
-        there: dict[str, int] = {}
+        """How much of a prompt the workers hold."""
+        rows = np.zeros(0, np.int64)
         if self._replicas is not None:
-            depths = self._replicas.depths(ladder.checkpoints)
-            names = self._replicas.workers
-            for row in np.flatnonzero(depths).tolist():
-                there[names[row]] = ladder.tokens[depths[row] - 1]
-        soon = dict(there)
-        for name, (count, by_now) in self.soon.depths(ladder.keys).items():
-            soon[name] = max(soon.get(name, 0), ladder.tokens[count - 1])
-            if by_now:
-                there[name] = max(there.get(name, 0), ladder.tokens[by_now - 1])
-        return Holdings(there, soon)
+            rows = np.array((0, *ladder.tokens))[self._replicas.depths(ladder.checkpoints)]
+        known = {
+            name: (ladder.tokens[count - 1], ladder.tokens[by_now - 1] if by_now else 0)
+            for name, (count, by_now) in self.soon.depths(ladder.keys).items()
+        }
+        return Holdings(rows, self._replicas, known)
 
     @property
     def ready(self) -> bool:
         """Whether some request could be served now: a worker with both roles, or one of each."""
-        return bool(self.able(BOTH)) or bool(self.able(PREFILL) and self.able(DECODE))
+        return bool(self.able(BOTH).workers) or bool(self.able(PREFILL).workers and self.able(DECODE).workers)
 
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _refresh(self, now: float) -> None:
         self._refreshed = now
-        self._able, self._mean_wait_s = {}, {}
+        self._crowds = {}
         self.soon.expire(now)
         for worker in self.workers.values():
             worker.noticed.expire(now)

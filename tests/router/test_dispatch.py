@@ -85,7 +85,7 @@ async def test_decode_workers_that_lack_what_was_believed_cost_one_detour_and_no
     assert decode is not None
     await asyncio.sleep(0)
     assert all(one.in_flight == one.sent.tokens == one.decodes == 0 for one in view.workers.values())
-    assert (first in view.holdings(Ladder.of(prompt.chain)).soon) == (first == decode)
+    assert bool(view.holdings(Ladder.of(prompt.chain)).soon(first)) == (first == decode)
 
 
 class Fickle(Forgetful):
@@ -126,5 +126,7 @@ async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> Non
     await asyncio.sleep(0)
     whole = prompt.chain.extended(tokens + pack_tokens([7, 8]))
     assert len(whole.keys) == 2
-    assert view.holdings(Ladder.of(whole)).there == {}
-    assert view.holdings(Ladder.of(prompt.chain)).there == {"prefill-0": 16, "decode-0": 16}
+    held = view.holdings(Ladder.of(whole))
+    assert (held.there("prefill-0"), held.there("decode-0")) == (0, 0)
+    held = view.holdings(Ladder.of(prompt.chain))
+    assert (held.there("prefill-0"), held.there("decode-0")) == (16, 16)

@@ -51,7 +51,7 @@ def test_no_worker_gets_more_than_the_bound_times_the_mean() -> None:
         route, view = router()
         for prompt in prompts:
             route.dispatch(route.plan(prompt, 100, True), prompt, 100)
-        sent = [one.in_flight for one in view.able("prefill")]
+        sent = [one.in_flight for one in view.able("prefill").workers.values()]
         assert sum(sent) == 400
         assert max(sent) <= 1.3 * 100
 
@@ -60,7 +60,7 @@ def test_decodes_go_to_the_least_loaded() -> None:
     route, view = router()
     for number in range(40):
         route.dispatch(route.plan(chain([number] * 20), 20, True), chain([number] * 20), 20)
-    assert [one.decodes for one in view.able("decode")] == [10] * 4
+    assert [one.decodes for one in view.able("decode").workers.values()] == [10] * 4
 
 
 def test_one_output_token_needs_no_decode_worker() -> None:
@@ -192,7 +192,8 @@ def ask(route: Router, prompt: list[int]) -> Plan:
 
 def held(view: View, prompt: list[int]) -> dict[str, int]:
     """Tokens of it by worker that are there by now."""
-    return view.holdings(Ladder.of(chain(prompt))).there
+    holdings = view.holdings(Ladder.of(chain(prompt)))
+    return {name: holdings.there(name) for name in view.workers if holdings.there(name)}
 
 
 def fetched(plan: Plan) -> tuple[str, int] | None:
