@@ -1,7 +1,7 @@
 """Frames: what gossip nodes say to one another, and what is refused before anybody acts on it.
 
-A frame is `HW` + version (1 byte) + tag (16 bytes) + msgpack array `[sender, incarnation, counter, message, ...]`, and a
-message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at in
+A frame is `HW`, version (1 byte), tag (16 bytes) and msgpack array `[sender, incarnation, counter, message, ...]`, and
+a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at in
 this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
 decoded before the tag has been checked, and decoding allocates at most a small multiple of the frame, whatever its
 lengths claim: msgpack accepts no array or string that is longer than the frame itself.
@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
-from transfer.gossip.summary import DISK, Load, Update
+from transfer.gossip.summary import BUCKETS, DISK, Load, Repair, Update
 
 MAX_DATAGRAM = 1400
 """Bytes of a frame that travels as one datagram."""
@@ -157,10 +157,17 @@ class News:
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
+class Entry:
     """An entry of a worker's log or a snapshot, for somebody who asked; it is not passed on."""
 
     update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class Mend:
+    """The buckets of a worker's keys that differ, for somebody who asked."""
+
+    repair: Repair
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +180,17 @@ class Have:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Send me what follows `seq` of the worker's log in its life `incarnation`; 0, 0: I have nothing."""
+    """Send me what follows `seq` of the worker's log in its life `incarnation`, or else the buckets whose digests are
+    not `digests` ('<u8'). Without sequence number or digests: everything."""
 
     worker: str
     incarnation: int
     seq: int
+    digests: bytes = b""
+
+    def __post_init__(self) -> None:
+        if len(self.digests) not in (0, 8 * BUCKETS):
+            raise FrameError("not a digest for each bucket")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,7 @@ class Notice:
     tokens: int
 
 
-Message: TypeAlias = Ping | PingFor | Ack | Nack | Claim | Sync | State | News | Repair | Have | Want | Notice
+Message: TypeAlias = Ping | PingFor | Ack | Nack | Claim | Sync | State | News | Entry | Mend | Have | Want | Notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +218,13 @@ class Frame:
 
 def pack(message: Message) -> bytes:
     """The bytes of a message, which `Sealer.seal` takes. Raises FrameError if it is too large for any frame."""
-    if isinstance(message, News | Repair):
-        update, load = message.update, message.update.load
-        values: tuple[Any, ...] = (
-            *(update.worker, update.incarnation, update.seq, update.base, update.digest),
-            *(update.added, update.tiers, update.removed),
-            *(load.queued_tokens, load.running, float(load.prompt_tokens_s), load.free_blocks, load.accepted),
-        )
+    if isinstance(message, News | Entry):
+        update = message.update
+        keys = update.base, update.added, update.tiers, update.removed
+        values: tuple[Any, ...] = _worker(update), keys, _load(update.load)
+    elif isinstance(message, Mend):
+        repair = message.repair
+        values = _worker(repair), (repair.buckets, repair.keys, repair.tiers), _load(repair.load)
     elif isinstance(message, State):
         values = message.buckets, message.answer, tuple(astuple(claim) for claim in message.claims)
     else:
@@ -222,7 +235,7 @@ def pack(message: Message) -> bytes:
     return data
 
 
-def _typed(values: Any, types: tuple[type, ...]) -> tuple[Any, ...]:
+def _typed(values: Any, types: tuple[Any, ...]) -> tuple[Any, ...]:
     """`values` if it is a tuple of just these types, with whole numbers of 0 to 2**64 - 1 and short names."""
     if type(values) is not tuple or len(values) != len(types):
         raise FrameError("wrong number of fields")
@@ -232,17 +245,37 @@ def _typed(values: Any, types: tuple[type, ...]) -> tuple[Any, ...]:
     return values
 
 
-_UPDATE = (str, int, int, int, int, bytes, bytes, bytes, int, int, float, int, tuple)
+def _worker(log: Update | Repair) -> tuple[Any, ...]:
+    return log.worker, log.incarnation, log.seq, log.digest
+
+
+def _load(load: Load) -> tuple[Any, ...]:
+    return load.queued_tokens, load.running, float(load.prompt_tokens_s), load.free_blocks, load.accepted
+
+
+def _read_load(values: Any) -> Load:
+    queued, running, speed, free, accepted = _typed(values, (int, int, float, int, tuple))
+    if not 0.0 <= speed < float("inf"):
+        raise FrameError("a speed that is none")
+    return Load(queued, running, speed, free, tuple(_typed(entry, (str, int)) for entry in accepted))
 
 
 def _update(values: Any) -> Update:
-    worker, incarnation, seq, base, digest, added, tiers, removed, *load, accepted = _typed(values, _UPDATE)
-    if len(added) != 8 * len(tiers) or len(removed) % 8 or (tiers and max(tiers) > DISK) or base >= max(seq, 1):
+    names, keys, load = _typed(values, (tuple, tuple, tuple))
+    worker, incarnation, seq, digest = _typed(names, (str, int, int, int))
+    base, added, tiers, removed = _typed(keys, (int, bytes, bytes, bytes))
+    if base >= seq or max(tiers, default=0) > DISK:
         raise FrameError("an update that contradicts itself")
-    if not 0.0 <= load[2] < float("inf"):
-        raise FrameError("a speed that is none")
-    counts = tuple(_typed(entry, (str, int)) for entry in accepted)
-    return Update(worker, incarnation, seq, base, Load(*load, counts), digest, added, tiers, removed)
+    return Update(worker, incarnation, seq, base, _read_load(load), digest, added, tiers, removed)
+
+
+def _repair(values: Any) -> Repair:
+    names, keys, load = _typed(values, (tuple, tuple, tuple))
+    worker, incarnation, seq, digest = _typed(names, (str, int, int, int))
+    buckets, added, tiers = _typed(keys, (bytes, bytes, bytes))
+    if not seq or max(buckets, default=0) >= BUCKETS or max(tiers, default=0) > DISK:
+        raise FrameError("a repair that contradicts itself")
+    return Repair(worker, incarnation, seq, _read_load(load), digest, buckets, added, tiers)
 
 
 def _claim(values: Any) -> Claim:
@@ -264,7 +297,7 @@ def _have(values: Any) -> Have:
     return Have(answer, tuple(_typed(entry, (str, int, int)) for entry in entries))
 
 
-_KINDS = (Ping, PingFor, Ack, Nack, Claim, Sync, State, News, Repair, Have, Want, Notice)
+_KINDS = (Ping, PingFor, Ack, Nack, Claim, Sync, State, News, Entry, Mend, Have, Want, Notice)
 _NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
 _BUILTIN = {"int": int, "str": str, "bytes": bytes, "bool": bool}
 _TYPES: dict[type, tuple[type, ...]] = {
@@ -275,7 +308,8 @@ _READERS: dict[type, Callable[[Any], Message]] = {
     State: _state,
     Have: _have,
     News: lambda values: News(_update(values)),
-    Repair: lambda values: Repair(_update(values)),
+    Entry: lambda values: Entry(_update(values)),
+    Mend: lambda values: Mend(_repair(values)),
 }
 
 
@@ -358,7 +392,8 @@ class Opener:
         if data[: len(_MAGIC)] != _MAGIC:
             raise Refused("malformed")
         body = memoryview(data)[_HEADER:]
-        if not hmac.compare_digest(blake2b(body, digest_size=_TAG, key=self._key).digest(), data[len(_MAGIC) : _HEADER]):
+        tag = blake2b(body, digest_size=_TAG, key=self._key).digest()
+        if not hmac.compare_digest(tag, data[len(_MAGIC) : _HEADER]):
             raise Refused("key")
         try:
             items = msgpack.unpackb(body, use_list=False, max_ext_len=0, max_map_len=0)

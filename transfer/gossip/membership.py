@@ -1,7 +1,7 @@
 """Who is in the cluster: SWIM with Lifeguard's additions, as a pure state machine.
 
-A. Das, I. Gupta, A. Motivala: SWIM (2002); A. Dadgar, J. Phillips, J. Currey: Lifeguard (2018). docs/gossip.md says what
-is done here, with the numbers. All that a node knows of another is the highest claim it has heard (`Claim.rank`), so
+A. Das, I. Gupta, A. Motivala: SWIM (2002); A. Dadgar, J. Phillips, J. Currey: Lifeguard (2018). docs/gossip.md says
+what is done here, with the numbers. All that a node knows of another is the highest claim it has heard (`Claim.rank`), so
 that nodes agree once they have heard the same claims, in whatever order.
 """
 
@@ -35,8 +35,8 @@ from transfer.gossip.frames import (
     hash64,
     pack,
 )
+from transfer.gossip.summary import BUCKETS
 
-BUCKETS = 64
 INDIRECT = 3
 FANOUT = 3
 CONFIRMATIONS = 2
@@ -203,15 +203,16 @@ class Membership:
                 self._set(claim, now, tell)
         elif claim.rank > entry.claim.rank:
             self._set(claim, now, tell)
-        elif claim.rank == entry.claim.rank and claim.status == SUSPECT and len(entry.origins) <= CONFIRMATIONS:
-            if claim.origin not in entry.origins:
+        elif claim.rank == entry.claim.rank and claim.status == SUSPECT:
+            confirmed = claim.origin not in entry.origins and len(entry.origins) <= CONFIRMATIONS
+            if confirmed:
                 entry.origins.add(claim.origin)
                 entry.deadline = entry.since + self._suspicion_s(len(entry.origins) - 1)
                 self._rumour(claim)
 
     def hear_state(self, state: State, now: float) -> None:
-        """Take another node's knowledge in. Whom it holds dead, this node only suspects: the news may be old, and who is
-        alive must be able to say so."""
+        """Take another node's knowledge in. Whom it holds dead, this node only suspects: the news may be old, and who
+        is alive must be able to say so."""
         for claim in state.claims:
             mine = self._entries.get(claim.name)
             if claim.status == DEAD and mine is not None and mine.up and claim.incarnation == mine.claim.incarnation:
@@ -429,4 +430,3 @@ class Membership:
 
 def _bucket(name: str) -> int:
     return hash64(name) % BUCKETS
-

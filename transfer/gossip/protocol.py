@@ -22,9 +22,11 @@ from transfer.gossip.frames import (
     Ack,
     Address,
     Claim,
+    Entry,
     Frame,
     Have,
     Member,
+    Mend,
     Message,
     Nack,
     News,
@@ -33,7 +35,6 @@ from transfer.gossip.frames import (
     Ping,
     PingFor,
     Refused,
-    Repair,
     Sealer,
     State,
     Sync,
@@ -46,7 +47,7 @@ from transfer.gossip.spread import Collector, Publisher
 from transfer.gossip.summary import Load, Summary
 
 SEED_INTERVAL_S = 1.0
-_BULK = (State, Repair, Have)
+_BULK = (State, Entry, Mend, Have)
 """What goes over TCP, in as few frames as can be, where it does not fit one datagram."""
 
 _logger = logging.getLogger(__name__)
@@ -195,8 +196,10 @@ class Gossip:
                 return answerer.answer(message) if answerer is not None else []
             case News() if self._collector is not None:
                 self._collector.on_news(message.update, sender, now)
-            case Repair() if self._collector is not None:
-                self._collector.on_repair(message.update, sender, now)
+            case Entry() if self._collector is not None:
+                self._collector.on_entry(message.update, sender, now)
+            case Mend() if self._collector is not None:
+                self._collector.on_mend(message.repair, now)
             case Have() if self._collector is not None:
                 return self._collector.on_have(message, sender, now)
         return []
@@ -236,7 +239,10 @@ class Gossip:
 
     def _refuse(self, reason: str, sender: Address) -> None:
         self.refused[reason] += 1
-        what = {"key": "is not authentic; has its node another cluster key?", "name": f"calls itself {self.me.name} too"}
+        what = {
+            "key": "is not authentic: another cluster key?",
+            "name": f"comes from another node named {self.me.name}.",
+        }
         if reason in what and reason not in self._warned:
             self._warned.add(reason)
             _logger.warning("A gossip frame from %s:%d %s Further ones are only counted.", *sender, what[reason])

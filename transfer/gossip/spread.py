@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 
+import numpy as np
+
 from transfer.gossip.config import GossipConfig
-from transfer.gossip.frames import Address, Have, Member, Message, News, Notice, Repair, Want, hash64
+from transfer.gossip.frames import Address, Entry, Have, Member, Mend, Message, News, Notice, Want, as_u64, hash64
 from transfer.gossip.membership import Letter, Membership
 from transfer.gossip.replicas import Applied, Replicas
-from transfer.gossip.summary import Load, Summary, Update
+from transfer.gossip.summary import Load, Repair, Summary, Update
 
 HOMES = 2
 HOLD_S = 0.25
@@ -29,6 +31,8 @@ MAX_ASKED = 32
 """Workers whose logs are asked for in one tick; the others wait their turn."""
 LAG = 2
 """Entries that a router may be behind another one because they are under way."""
+LONG = 100
+"""Who lacks more entries sends digests of what it has, in case the log does not go back so far."""
 
 
 @lru_cache(maxsize=1 << 16)
@@ -53,7 +57,9 @@ def homes(worker: str, routers: Iterable[tuple[Member, bool]]) -> list[Member]:
 class Publisher:
     """A worker's side: streams its summary's log and answers who lacks a part of it."""
 
-    def __init__(self, summary: Summary, load: Callable[[], Load], membership: Membership, config: GossipConfig) -> None:
+    def __init__(
+        self, summary: Summary, load: Callable[[], Load], membership: Membership, config: GossipConfig
+    ) -> None:
         self._summary = summary
         self._load = load
         self._membership = membership
@@ -71,12 +77,17 @@ class Publisher:
         return [Letter(to, (News(update),))]
 
     def answer(self, want: Want) -> list[Message]:
-        """What somebody lacks of the log: entries, or a snapshot where they are not kept any more."""
+        """What somebody lacks: entries of the log; else, where these are not kept any more, buckets; else all."""
         summary = self._summary
         if want.worker != self._membership.me.name:
             return []
-        updates = summary.since(want.seq) if want.incarnation == self._membership.me.incarnation else None
-        return [Repair(update) for update in ([summary.snapshot(self._load())] if updates is None else updates)]
+        if want.seq and want.incarnation == self._membership.me.incarnation:
+            updates = summary.since(want.seq)
+            if updates is not None:
+                return [Entry(update) for update in updates]
+            if want.digests:
+                return [Mend(summary.repair(_digests(want), self._load()))]
+        return [Entry(summary.snapshot(self._load()))]
 
 
 @dataclass(slots=True)
@@ -113,9 +124,14 @@ class Collector:
             due = now if first == self._membership.me.name else now + HOLD_S
             self._held.setdefault(update.worker, []).append((due, update))
 
-    def on_repair(self, update: Update, sender: str, now: float) -> None:
+    def on_entry(self, update: Update, sender: str, now: float) -> None:
         """What this router has asked for."""
         self._apply(update, sender, now)
+
+    def on_mend(self, repair: Repair, now: float) -> None:
+        """What this router has asked for. If it does not fit, the next question is another one."""
+        if self._present(repair.worker, repair.incarnation):
+            self._replicas.mend(repair, now)
 
     def on_have(self, have: Have, sender: str, now: float) -> list[Message]:
         """Another router's state: ask for what it is ahead in, and tell it what it lacks."""
@@ -133,8 +149,11 @@ class Collector:
         """A worker's log as this router has it, for another router."""
         if self._state(want.worker) <= (want.incarnation, want.seq):
             return []
+        if want.digests:
+            repair = self._replicas.repair(want.worker, _digests(want))
+            return [] if repair is None else [Mend(repair)]
         snapshot = self._replicas.snapshot(want.worker)
-        return [] if snapshot is None else [Repair(snapshot)]
+        return [] if snapshot is None else [Entry(snapshot)]
 
     def notice(self, notice: Notice) -> Letter:
         """Tell all routers of a dispatch."""
@@ -161,14 +180,17 @@ class Collector:
         return letters + self._ask(now)
 
     def _apply(self, update: Update, sender: str, now: float) -> Applied:
-        """Only what a member says in its present life counts, so that nothing outlives its worker here."""
-        member = self._membership.find(update.worker)
-        if member is None or member.incarnation != update.incarnation:
+        if not self._present(update.worker, update.incarnation):
             return Applied.OLD
         outcome = self._replicas.apply(update, now)
         if outcome is Applied.GAP:
             self._miss(update.worker, (update.incarnation, update.seq), sender, now)
         return outcome
+
+    def _present(self, worker: str, incarnation: int) -> bool:
+        """Only what a member says in its present life counts, so that nothing outlives its worker here."""
+        member = self._membership.find(worker)
+        return member is not None and member.incarnation == incarnation
 
     def _relay(self, now: float) -> list[Letter]:
         news: list[Message] = []
@@ -197,25 +219,37 @@ class Collector:
             if member is None or missing.state <= state:
                 del self._missing[worker]
             elif now >= missing.ask_at and sum(map(len, questions.values())) < MAX_ASKED:
-                # Who knows part of the log asks the worker, which has the entries. Who has nothing asks a router: it
-                # has many workers' in one place. What is not answered is asked of the other one.
-                informant = self._membership.find(missing.informant)
-                ask_worker = (state == (0, 0)) == (missing.tries % 2 == 1) or informant is None
-                target = member if ask_worker or informant is None else informant
-                questions.setdefault(target.address, []).append(Want(worker, *state))
+                target, want = self._question(member, missing, state)
+                questions.setdefault(target.address, []).append(want)
                 missing.ask_at = now + min(RETRY_S * 2**missing.tries, MAX_RETRY_S)
                 missing.tries += 1
         return [Letter((to,), tuple(wants)) for to, wants in questions.items()]
 
+    def _question(self, worker: Member, missing: _Missing, state: tuple[int, int]) -> tuple[Member, Want]:
+        """Whom to ask for what.
+
+        Who knows part of the log asks the worker, which has the entries. Who has nothing asks the router that has:
+        there many workers' are in one place. What is not answered is asked of the other one, and then for a snapshot.
+        """
+        informant = self._membership.find(missing.informant)
+        if informant is None or (state[1] > 0) == (missing.tries % 2 == 0):
+            target = worker
+        else:
+            target = informant
+        if not state[1] or missing.tries > 1:
+            return target, Want(worker.name, 0, 0)
+        # A router has no log, and the worker's may not go back so far.
+        digests = target is not worker or missing.state[1] - state[1] > LONG
+        return target, Want(worker.name, *state, as_u64(self._replicas.buckets(worker.name)) if digests else b"")
+
     def _state(self, worker: str) -> tuple[int, int]:
-        state = self._replicas.state(worker)
-        return (0, 0) if state is None else state[:2]
+        return self._replicas.state(worker)[:2]
 
     def _entries(self) -> Iterable[tuple[str, int, int]]:
-        for worker in self._replicas.workers:
-            state = self._state(worker)
-            if state != (0, 0):
-                yield worker, *state
+        for worker in filter(None, self._replicas.workers):
+            incarnation, seq = self._state(worker)
+            if seq:
+                yield worker, incarnation, seq
 
     def _routers(self) -> tuple[Address, ...]:
         return tuple(router.address for router, _ in self._membership.routers())
@@ -225,6 +259,10 @@ class Collector:
         suspected = {router.name for router, doubt in routers if doubt}
         ranked = homes(worker, [*routers, (self._membership.me, False)])
         return [router.name for router in ranked if router.name not in suspected]
+
+
+def _digests(want: Want) -> tuple[int, ...]:
+    return tuple(np.frombuffer(want.digests, "<u8").tolist())
 
 
 def _ahead(state: tuple[int, ...], of: tuple[int, ...]) -> bool:

@@ -24,7 +24,7 @@ class Node:
     gossip: Gossip
     replicas: Replicas | None
     summary: Summary | None
-    load: Load = Load(0, 0, 0.0, 0, ())
+    load: Load = field(default_factory=Load)
     paused_until: float = 0.0
     sent_bytes: int = 0
     events: list[tuple[float, object]] = field(default_factory=list)
@@ -71,9 +71,7 @@ class Cluster:
         summary = Summary(name, self.lives, self.keys) if role == WORKER else None
         addresses = [self.address(seed) for seed in seeds]
         random_ = random.Random(self.draw.random())
-        gossip = Gossip(
-            me, self.config, KEY, random_, replicas, summary, lambda: self.nodes[name].load, addresses
-        )
+        gossip = Gossip(me, self.config, KEY, random_, replicas, summary, lambda: self.nodes[name].load, addresses)
         node = self.nodes[name] = Node(gossip, replicas, summary)
         self._push(self.now + self.draw.random() * TICK_S, name, gossip, b"", ("", 0), False)
         return node
@@ -143,10 +141,10 @@ class Cluster:
         for router, node in self.routers.items():
             for worker, other in self.workers.items():
                 state = node.replicas.state(worker)
-                snapshot = other.summary.snapshot(other.load)
-                if state is None or state[0] != snapshot.incarnation or state[2] != snapshot.digest:
-                    wrong.append(f"{router} on {worker}: {state}, not {snapshot.incarnation, snapshot.seq, snapshot.digest}")
-            wrong += [f"{router} holds {ghost}" for ghost in node.replicas.workers if ghost not in self.nodes]
+                mine = other.summary
+                if state[0] != mine.incarnation or state[2] != mine.digest or not state[1]:
+                    wrong.append(f"{router} on {worker}: {state}, not {mine.incarnation, mine.seq, mine.digest}")
+            wrong += [f"{router} holds {ghost}" for ghost in node.replicas.workers if ghost and ghost not in self.nodes]
         return wrong
 
     def views(self) -> set[frozenset[str]]:
