@@ -1,0 +1,248 @@
+"""Gossip: what one node says and believes, as a pure state machine. Clock, randomness and transport are arguments.
+
+It puts together membership (membership.py), the spread of summaries (spread.py) and frames (frames.py); node.py runs it
+on sockets, and the tests run a thousand of them in virtual time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from transfer.gossip.config import GossipConfig
+from transfer.gossip.frames import (
+    DEAD,
+    MAX_DATAGRAM,
+    MAX_FRAME,
+    ROUTER,
+    SUSPECT,
+    Ack,
+    Address,
+    Claim,
+    Entry,
+    Frame,
+    Have,
+    Member,
+    Mend,
+    Message,
+    Nack,
+    News,
+    Notice,
+    Opener,
+    Ping,
+    PingFor,
+    Refused,
+    Sealer,
+    State,
+    Sync,
+    Want,
+    pack,
+)
+from transfer.gossip.membership import Down, Letter, Membership, Up
+from transfer.gossip.replicas import Replicas
+from transfer.gossip.spread import Collector, Publisher
+from transfer.gossip.summary import Load, Summary
+
+SEED_INTERVAL_S = 1.0
+_BULK = (State, Entry, Mend, Have)
+"""What goes over TCP, in as few frames as can be, where it does not fit one datagram."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A frame to be sent: as a datagram, or over TCP where it is `reliable`."""
+
+    address: Address
+    data: bytes
+    reliable: bool
+
+
+class Gossip:
+    """One node. `replicas` makes it a router; `summary` and `load` make it a worker.
+
+    `seeds` are addresses of nodes to join through; it may hold the node's own. `key` is the cluster's secret, at least
+    16 bytes. The caller hands in what arrives (`receive`), calls `tick` some twenty times a second, sends what both
+    return, and takes what has happened from `take_events`. All `now` are seconds of one clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        me: Member,
+        config: GossipConfig,
+        key: bytes,
+        random: Random,
+        replicas: Replicas | None = None,
+        summary: Summary | None = None,
+        load: Callable[[], Load] | None = None,
+        seeds: Sequence[Address] = (),
+    ) -> None:
+        self.me = me
+        self.membership = Membership(me, config, random)
+        self.refused: Counter[str] = Counter()
+        """Frames that were not looked into, by reason."""
+        self._sealer = Sealer(me.name, me.incarnation, key)
+        self._opener = Opener(key)
+        self._collector = Collector(replicas, self.membership, config, random) if replicas is not None else None
+        self._publisher: Publisher | None = None
+        if summary is not None and load is not None:
+            self._publisher = Publisher(summary, load, self.membership, config)
+        self._seeds = list(seeds)
+        self._random = random
+        self._events: list[Up | Down | Notice] = []
+        self._warned: set[str] = set()
+        self._next_seed = 0.0
+        self._next_expiry = 0.0
+        self._next_inquiry = 0.0
+
+    def receive(self, now: float, data: bytes, sender: Address) -> list[Send]:
+        """Take in what came from `sender`, and answer."""
+        try:
+            frame = self._opener.open(data)
+        except Refused as refused:
+            self._refuse(refused.reason, sender)
+            return []
+        if frame.sender == self.me.name:
+            if frame.incarnation != self.me.incarnation:
+                self._refuse("name", sender)
+            return []
+        letters: list[Letter] = []
+        answers: list[Message] = []
+        before = self.membership.claim
+        for message in frame.messages:
+            answers += self._take(message, frame, sender, now, letters)
+        if self.membership.claim != before:
+            answers.append(self.membership.claim)  # whoever doubted it hears it first
+        held = self.membership.held(frame.sender)
+        if held is None or held.incarnation < frame.incarnation:
+            if now >= self._next_inquiry:
+                self._next_inquiry = now + SEED_INTERVAL_S
+                letters.append(self.membership.sync(sender))
+        elif held.incarnation == frame.incarnation and held.status in (SUSPECT, DEAD):
+            answers.append(held)  # it is there: let it say so to all
+        if answers:
+            known = held is not None and held.incarnation == frame.incarnation
+            letters.append(Letter((held.member.address if held is not None and known else sender,), tuple(answers)))
+        return self._post(letters, rumours=True)
+
+    def tick(self, now: float) -> list[Send]:
+        """What is due by now."""
+        letters = self.membership.tick(now)
+        sends = self._post(letters + self._settle(), rumours=True)
+        if self._publisher is not None:
+            sends += self._post(self._publisher.tick(now))
+        if self._collector is not None:
+            sends += self._post(self._collector.tick(now))
+        if now >= self._next_seed:
+            self._next_seed = now + SEED_INTERVAL_S
+            sends += self._post(self._try_seed())
+        if now >= self._next_expiry:
+            self._next_expiry = now + 1.0
+            for name in self.membership.expired(now):
+                self._opener.forget(name)
+        return sends
+
+    def dispatched(self, now: float, worker: str, number: int, tokens: int) -> list[Send]:
+        """Routers: tell all others that dispatch `number` to `worker`, of `tokens` tokens to compute, has just gone."""
+        if self._collector is None:
+            raise ValueError("only a router dispatches")
+        return self._post([self._collector.notice(Notice(self.me.name, worker, number, tokens))])
+
+    def leave(self, now: float) -> list[Send]:
+        """Say good-bye; nothing is to be called after this."""
+        return self._post(self.membership.leave())
+
+    def take_events(self) -> list[Up | Down | Notice]:
+        """What has happened since the last call: nodes that came or went, dispatches of other routers."""
+        events, self._events = self._events, []
+        return events
+
+    def _take(self, message: Message, frame: Frame, sender: Address, now: float, out: list[Letter]) -> list[Message]:
+        """Act on a message. What goes back to the sender is returned; what goes to others is added to `out`."""
+        membership = self.membership
+        match message:
+            case Ping():
+                return membership.on_ping(message)
+            case PingFor():
+                out += membership.on_ping_for(message, sender, now)
+            case Ack():
+                out += membership.on_ack(message.number)
+            case Nack():
+                membership.on_nack(message.number)
+            case Claim():
+                membership.hear(message, now)
+                out += self._settle()
+            case Sync():
+                return membership.answer_sync(message)
+            case State():
+                membership.hear_state(message, now)
+                out += self._settle()
+                return [membership.state(message.buckets, answer=False)] if message.answer else []
+            case Notice():
+                if message.router == frame.sender:
+                    self._events.append(message)
+            case _:
+                return self._take_summary(message, frame.sender, now)
+        return []
+
+    def _take_summary(self, message: Message, sender: str, now: float) -> list[Message]:
+        match message:
+            case Want():
+                answerer = self._publisher or self._collector
+                return answerer.answer(message) if answerer is not None else []
+            case News() if self._collector is not None:
+                self._collector.on_news(message.update, sender, now)
+            case Entry() if self._collector is not None:
+                self._collector.on_entry(message.update, sender, now)
+            case Mend() if self._collector is not None:
+                self._collector.on_mend(message.repair, now)
+            case Have() if self._collector is not None:
+                return self._collector.on_have(message, sender, now)
+        return []
+
+    def _settle(self) -> list[Letter]:
+        """Act on what membership has found out. Whoever learns of a router introduces itself to it."""
+        events, self.membership.events = self.membership.events, []
+        self._events += events
+        if self._collector is not None:
+            for event in events:
+                self._collector.forget(event.member.name)
+        new = [event.member for event in events if isinstance(event, Up) and event.member.role == ROUTER]
+        return [Letter(tuple(router.address for router in new), (self.membership.claim,))] if new else []
+
+    def _try_seed(self) -> Iterable[Letter]:
+        """Join, or join again: a seed that is not among the members, if there is one, is asked."""
+        known = {member.address for member in self.membership.members} | {self.me.address}
+        strangers = [seed for seed in self._seeds if seed not in known]
+        return [self.membership.sync(self._random.choice(strangers))] if strangers else []
+
+    def _post(self, letters: Iterable[Letter], rumours: bool = False) -> list[Send]:
+        """Seal letters. `rumours`: news of members fill the room that is left."""
+        sends: list[Send] = []
+        for letter in letters:
+            parts = [pack(message) for message in letter.messages]
+            size = self._sealer.overhead + sum(map(len, parts))
+            bulk = any(isinstance(message, _BULK) for message in letter.messages)
+            if rumours and not bulk:
+                parts += self.membership.rumours(MAX_DATAGRAM - size)
+            if not parts or not letter.to:
+                continue
+            limit = MAX_FRAME if bulk and size > MAX_DATAGRAM else MAX_DATAGRAM
+            for batch in self._sealer.batches(parts, limit):
+                data = self._sealer.seal(batch)
+                sends += [Send(address, data, len(data) > MAX_DATAGRAM) for address in letter.to]
+        return sends
+
+    def _refuse(self, reason: str, sender: Address) -> None:
+        self.refused[reason] += 1
+        what = {
+            "key": "is not authentic: another cluster key?",
+            "name": f"comes from another node named {self.me.name}.",
+        }
+        if reason in what and reason not in self._warned:
+            self._warned.add(reason)
+            _logger.warning("A gossip frame from %s:%d %s Further ones are only counted.", *sender, what[reason])
