@@ -17,7 +17,7 @@ from rich.console import Console
 
 from cluster import running
 from cluster.bench.cli import app as bench_app
-from cluster.config import ClusterConfig, load
+from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.errors import UserError
 from cluster.signals import interruptible, on_signals
 
@@ -82,7 +82,8 @@ def serve(
         "worker.threads": threads,
     }
     try:
-        _serve(load(config, flags), address)
+        settings = load(config, flags)
+        _serve(settings if address else on_this_machine(settings), address)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

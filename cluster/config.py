@@ -19,6 +19,7 @@ from cluster.errors import UserError
 from cluster.models import DEFAULT_MODEL
 from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
+from transfer.gossip.config import GossipConfig
 from workers.config import WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
@@ -68,6 +69,7 @@ class ClusterConfig(_Section):
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
+    gossip: GossipConfig = GossipConfig()
 
     @model_validator(mode="after")
     def _someone_answers(self) -> Self:
@@ -89,6 +91,12 @@ class ClusterConfig(_Section):
         """Names and roles of the wanted workers."""
         counts = {"prefill": self.prefill.replicas, "decode": self.decode.replicas, "both": self.both.replicas}
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
+
+
+def on_this_machine(config: ClusterConfig) -> ClusterConfig:
+    """The same, for a cluster that is started here: nobody else reaches it."""
+    gossip = config.gossip.model_copy(update={"host": config.gossip.host or "127.0.0.1"})
+    return config.model_copy(update={"gossip": gossip})
 
 
 def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ClusterConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import ray
+from pydantic import SecretStr
 from ray.exceptions import RayError, RayTaskError
 
 from cluster import telemetry
@@ -23,6 +25,7 @@ from cluster.models import served_name
 from router.gateway.actor import Gateway
 from router.view import DECODE, PREFILL
 from transfer.directory import RayDirectory
+from transfer.gossip.frames import Address
 from transfer.layout import KVLayout
 from transfer.messages import Peer, WorkerStatus
 from workers.actor import Worker
@@ -105,6 +108,11 @@ class Cluster:
         self._name = name
         self._actors: dict[str, Any] = {}
         self._cores = 1
+        self._seeds: list[Address] = []
+        self.gossip = config.gossip
+        """Gossip settings, with a key."""
+        if config.gossip.key is None:
+            self.gossip = config.gossip.model_copy(update={"key": SecretStr(secrets.token_hex())})
 
     @property
     def urls(self) -> list[str]:
@@ -143,6 +151,10 @@ class Cluster:
         """Each living worker's own account."""
         workers = [self._actors[name] for name, _ in self.config.workers]
         return list(ray.get([worker.status.remote() for worker in workers], timeout=10))
+
+    def seeds(self) -> list[Address]:
+        """Where gossip can be joined through: the gateways."""
+        return list(ray.get([one.gossip_address.remote() for one in self.gateways], timeout=10))
 
     def drain(self) -> int:
         """Let running requests finish, up to the configured time; returns how many were cut off."""
@@ -189,6 +201,9 @@ class Cluster:
             [one.start.remote(share) for one, share in zip(actors, share_cores(hosts), strict=True)],
             lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
         )
+        first, *others = actors
+        seeds = self._all([first.join.remote(self.gossip)])
+        self._seeds = seeds + self._all([one.join.remote(self.gossip, seeds) for one in others])
         peers = self._all([one.describe.remote() for one in actors])
         check_layouts([(role, peer) for (_, role), peer in zip(workers, peers, strict=True)])
 
@@ -222,11 +237,12 @@ class Cluster:
                     self._model,
                     config.model_copy(update={"port": port}),
                     self.config.router,
+                    self.gossip,
                     RayDirectory(self._name),
                     telemetry.setup,
                 )
             )
-        self.ports = self._all([one.start.remote() for one in self.gateways])
+        self.ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
 
 
 def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:

@@ -93,13 +93,17 @@ class Ticket:
 
 
 class Router:
-    """Decides over a `View`; asks nobody. `name` is unique among the routers, also of earlier lives."""
+    """Decides over a `View`; asks nobody. `name` is unique among the routers. Dispatches are numbered from
+    `numbers_from` on, which must grow from one life of a router to the next."""
 
-    def __init__(self, view: View, config: RouterConfig, name: str = "", random: Random | None = None) -> None:
+    def __init__(
+        self, view: View, config: RouterConfig, name: str = "", random: Random | None = None, numbers_from: int = 0
+    ) -> None:
         self.view = view
         self.name = name
         self._config = config
         self._random = random or Random(name)
+        self._numbers_from = numbers_from
         workers = view.workers.values()
         self._rings = {
             role: Ring(one.name for one in workers if one.role in (role, BOTH)) for role in (PREFILL, DECODE)
@@ -145,7 +149,7 @@ class Router:
         should wait there."""
         now, ladder = self.view.now(), Ladder.of(chain)
         prefill, decode = (self.view.workers[name] for name in (plan.prefill, plan.decode or plan.prefill))
-        number = self._numbers[prefill.name] = self._numbers.get(prefill.name, 0) + 1
+        number = self._numbers[prefill.name] = self._numbers.get(prefill.name, self._numbers_from) + 1
         missing = tokens - plan.cached
         prefill.sent.add(self.name, number, missing, math.inf)
         until = now + (prefill.queue(now) + missing) / prefill.prompt_tokens_s + SOON_S

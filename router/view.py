@@ -24,8 +24,6 @@ PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 PROMPT_TOKENS_S = 1000.0
 """Speed of a worker that has not measured it yet."""
 REFRESH_S = 0.05
-SILENT_S = 1.0
-"""A worker that has not been heard of for this long gets no new work, unless all of its role are silent."""
 NOTICE_S = 5.0
 """How long another router's dispatch counts that the worker never reports."""
 
@@ -153,13 +151,15 @@ class Holdings:
 
 class View:
     """All workers by name, in the order they were announced. `replicas` has what their summaries say. `routers` is how
-    many routers there are, this one included; `computing` is the sum of what prefill workers compute for this one."""
+    many routers there are, this one included; `computing` is the sum of what prefill workers compute for this one. A
+    worker that was not heard of for `silent_s` gets no new work, unless all of its role are silent."""
 
     def __init__(
         self,
         workers: Iterable[tuple[str, str]] = (),
         clock: Callable[[], float] = time.monotonic,
         replicas: Replicas | None = None,
+        silent_s: float = 1.0,
     ) -> None:
         self.workers = {name: WorkerView(name, role) for name, role in workers}
         self.now = clock
@@ -167,6 +167,7 @@ class View:
         self.routers = 1
         self.computing = 0
         self._replicas = replicas
+        self._silent_s = silent_s
         self._crowds: dict[tuple[str, ...], Crowd] = {}
         self._refreshed = -np.inf
 
@@ -203,7 +204,7 @@ class View:
             self._refresh(now)
         if roles not in self._crowds:
             living = [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
-            heard = [worker for worker in living if worker.heard is None or now - worker.heard < SILENT_S]
+            heard = [worker for worker in living if worker.heard is None or now - worker.heard < self._silent_s]
             self._crowds[roles] = Crowd.of(heard or living, now)
         return self._crowds[roles]
 

@@ -40,6 +40,11 @@ class Directory(Protocol):
         """Call `method` of the actor `name`, waiting `timeout` seconds at most. Raises PeerError."""
 
 
+def node_address() -> str:
+    """The numeric address of this machine in the Ray cluster."""
+    return str(ray.util.get_node_ip_address())
+
+
 class RayDirectory:
     """Named actors in a Ray namespace."""
 

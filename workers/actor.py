@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,10 @@ from transfer import ucx
 from transfer.channel import Accepted, Receiver, Refused, Sender
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerDead, PeerError
-from transfer.gossip.summary import Load
+from transfer.gossip.config import GossipConfig
+from transfer.gossip.frames import WORKER, Address
+from transfer.gossip.node import GossipNode
+from transfer.gossip.summary import Load, Summary
 from transfer.messages import (
     Delta,
     Dispatch,
@@ -92,6 +96,7 @@ class Worker:
         self._transfers = TransferStats()
         self._speeds = SpeedMeter()
         self._arrivals = Arrivals()
+        self._gossip: GossipNode | None = None
 
     async def host(self) -> tuple[str, int]:
         """The machine that this process runs on, and the cores that it may use there."""
@@ -140,9 +145,24 @@ class Worker:
             lambda event: self._front.from_thread(self._on_channel, event),
         )
 
+    async def join(self, config: GossipConfig, seeds: Sequence[Address] = ()) -> Address:
+        """Tell all routers what is here, from now on; returns where this node can be joined through."""
+        self._gossip = await GossipNode.start(
+            self.name,
+            WORKER,
+            incarnation=self.incarnation,
+            config=config,
+            seeds=seeds,
+            summary=Summary(self.name, self.incarnation, config.keys_per_worker),
+            load=self.load,
+        )
+        return self._gossip.member.address
+
     async def stop(self) -> None:
         """Abort what runs and end the threads."""
         self._state = "stopping"
+        if self._gossip is not None:
+            await self._gossip.stop()
         for request_id in list(self._front.jobs):
             await self.abort(request_id)
         for task in list(self._front.tasks):

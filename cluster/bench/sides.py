@@ -14,7 +14,7 @@ from rich.progress import Progress
 from cluster.bench.load import Run, Target, send, single
 from cluster.bench.report import Report, medians
 from cluster.bench.workload import Words, Work, Workload
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, on_this_machine
 from cluster.launch import STOP_S, Cluster, connect, disconnect
 from cluster.models import resolve, served_name
 from cluster.signals import interruptible, on_signals
@@ -50,7 +50,7 @@ def running(configs: dict[str, ClusterConfig]) -> Iterator[dict[str, Cluster]]:
         interruptible()  # Ray has installed its own
         for name, config in configs.items():
             free_port = config.gateway.model_copy(update={"port": 0})
-            settings = config.model_copy(update={"gateway": free_port})
+            settings = on_this_machine(config.model_copy(update={"gateway": free_port}))
             clusters[name] = Cluster(settings, models[name], f"bench-{name.replace(' ', '-')}")
             clusters[name].start()
         yield clusters

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +23,10 @@ from router.gateway.text import Text
 from router.route import Router
 from router.view import View
 from transfer.directory import Directory, PeerDead, PeerError
+from transfer.gossip.config import GossipConfig
+from transfer.gossip.frames import ROUTER, Address, Notice
+from transfer.gossip.node import Event, GossipNode
+from transfer.gossip.replicas import Replicas
 from transfer.messages import Delta, WorkerStatus
 from transfer.prefix import root_key
 
@@ -43,6 +47,7 @@ class Gateway:
         model: Path,
         config: GatewayConfig,
         router: RouterConfig,
+        gossip: GossipConfig,
         directory: Directory,
         telemetry: Callable[[], Callable[[], bytes]],
     ) -> None:
@@ -50,20 +55,36 @@ class Gateway:
         self._config = config
         self._directory = directory
         self._text = Text(model)
-        self._view = View(workers)
-        self._dispatcher = Dispatcher(name, Router(self._view, router), directory, router, config)
+        self._name = name
+        self._incarnation = time.time_ns()
+        self._gossip_config = gossip
+        self._gossip: GossipNode | None = None
+        self._replicas = Replicas(gossip.keys_per_worker)
+        self._view = View(workers, time.monotonic, self._replicas, gossip.silent_s)
+        decide = Router(self._view, router, name, numbers_from=self._incarnation)
+        self._dispatcher = Dispatcher(name, decide, directory, router, config, self._notify)
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
         self._server: uvicorn.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self) -> int:
-        """Begin to serve; returns the port. Raises OSError when it is taken and PeerError when no worker answers."""
+    async def start(self, seeds: Sequence[Address] = ()) -> int:
+        """Begin to serve, with gossip joined through `seeds`; returns the port. Raises OSError when it is taken and
+        PeerError when no worker answers."""
         address = (self._config.host, self._config.port)
         try:
             listener = socket.create_server(address, backlog=1024)
         except OSError as error:
             raise OSError(f"gateway.port: cannot listen on {address[0]}:{address[1]}: {error.strerror}") from None
+        self._gossip = await GossipNode.start(
+            self._name,
+            ROUTER,
+            incarnation=self._incarnation,
+            config=self._gossip_config,
+            seeds=seeds,
+            replicas=self._replicas,
+            on_event=self._on_gossip,
+        )
         names = list(self._view.workers)
         await asyncio.gather(*(self._heartbeat(name) for name in names))
         limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
@@ -102,6 +123,11 @@ class Gateway:
         """Whether this process lives; returns its id."""
         return os.getpid()
 
+    async def gossip_address(self) -> Address:
+        """Where gossip can be joined through. Only once this gateway has started."""
+        assert self._gossip is not None
+        return self._gossip.member.address
+
     async def in_flight(self) -> int:
         """Prompts under way."""
         return self._dispatcher.in_flight
@@ -124,7 +150,19 @@ class Gateway:
             await asyncio.wait(self._tasks[:1], timeout=SERVER_END_S)
         for task in self._tasks:
             task.cancel()
+        if self._gossip is not None:
+            await self._gossip.stop()
         return cut
+
+    def _notify(self, worker: str, number: int, tokens: int) -> None:
+        if self._gossip is not None:
+            self._gossip.dispatched(worker, number, tokens)
+
+    def _on_gossip(self, event: Event) -> None:
+        if isinstance(event, Notice):
+            self._view.notice(event.router, event.worker, event.number, event.tokens)
+        elif event.member.role == ROUTER and self._gossip is not None:
+            self._view.routers = 1 + len(self._gossip.gossip.membership.routers())
 
     def _ready(self) -> bool:
         return self._view.ready and not self._draining

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
 from router.config import GatewayConfig, RouterConfig
@@ -78,15 +78,23 @@ class _Attempt:
 
 
 class Dispatcher:
-    """All requests of one gateway; `name` is what workers deliver to."""
+    """All requests of one gateway; `name` is what workers deliver to. `notify` is told of every dispatch, by worker,
+    number and tokens."""
 
     def __init__(
-        self, name: str, router: Router, directory: Directory, router_config: RouterConfig, config: GatewayConfig
+        self,
+        name: str,
+        router: Router,
+        directory: Directory,
+        router_config: RouterConfig,
+        config: GatewayConfig,
+        notify: Callable[[str, int, int], None] = lambda *_: None,
     ) -> None:
         self._name = name
         self._router = router
         self._directory = directory
         self._router_config = router_config
+        self._notify = notify
         self._config = config
         self._attempts: dict[str, _Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,7 +167,7 @@ class Dispatcher:
         )
         plan, avoid = self._plan(prompt, request, avoid)
         _log.debug("request %s: %s", request.request_id, plan)
-        attempt = _Attempt(request, plan, self._router.dispatch(plan, prompt.chain, request.prompt_tokens))
+        attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request))
         self._attempts[request.request_id] = attempt
         self._spawn(self._run(attempt, prompt, avoid))
         return attempt
@@ -230,8 +238,14 @@ class Dispatcher:
             attempt.plan = self._router.plan(prompt.chain, tokens, generate, avoid, local_tokens)
         except NoWorkers:
             return False
-        attempt.ticket, attempt.begun = self._router.dispatch(attempt.plan, prompt.chain, tokens), False
+        attempt.ticket, attempt.begun = self._dispatch(attempt.plan, prompt, attempt.request), False
         return True
+
+    def _dispatch(self, plan: Plan, prompt: Prompt, request: Request) -> Ticket:
+        """Count a plan, here and at the other routers."""
+        ticket = self._router.dispatch(plan, prompt.chain, request.prompt_tokens)
+        self._notify(plan.prefill, ticket.number, ticket.tokens)
+        return ticket
 
     def _computed(self, attempt: _Attempt, chain: PrefixChain, cached: int) -> None:
         """The first token has come: the prompt is computed, and `cached` says how much of it did not have to be."""

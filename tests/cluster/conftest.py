@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.config import ClusterConfig, load
+from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.launch import Cluster, connect, disconnect
 from cluster.models import DEFAULT_MODEL, resolve
 from tests import model_zoo
@@ -48,7 +48,8 @@ def settings(**flags: object) -> ClusterConfig:
     """A configuration from dotted keys with `__` for dots; float32 and a free port unless told otherwise. Everything
     is handed over, however short: tests whose subject is who computes what say so."""
     given = {name.replace("__", "."): value for name, value in flags.items()}
-    return load(None, {"worker.dtype": "float32", "gateway.port": 0, "router.local_tokens": 0, **given}, environ={})
+    defaults = {"worker.dtype": "float32", "gateway.port": 0, "router.local_tokens": 0}
+    return on_this_machine(load(None, {**defaults, **given}, environ={}))
 
 
 @pytest.fixture(scope="module")

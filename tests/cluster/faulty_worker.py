@@ -340,6 +340,8 @@ def restart(cluster: Cluster, names: Sequence[str]) -> None:
         cluster._actors[name] = made
         ready.append(made.start.remote(1))
     ray.get(ready, timeout=RESTART_S)
+    seeds = cluster.seeds()
+    ray.get([cluster._actors[name].join.remote(cluster.gossip, seeds) for name in names], timeout=RESTART_S)
 
 
 def _known(cluster: Cluster, name: str) -> bool:

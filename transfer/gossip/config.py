@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+
+MIN_KEY = 16
+"""Bytes that a cluster key needs."""
 
 
 class GossipConfig(BaseModel):
@@ -10,6 +13,12 @@ class GossipConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    key: SecretStr | None = Field(
+        None, description="secret that all nodes of a cluster share, 16 bytes or more; default: a new one at each start"
+    )
+    host: str | None = Field(
+        None, description="numeric address that a node is reached under; default: that of its machine in the Ray cluster"
+    )
     keys_per_worker: int = Field(6250, ge=1, le=100_000, description="most prefix keys that a worker publishes")
     update_interval_s: float = Field(0.25, gt=0, description="how often a worker reports its load and changes, seconds")
     update_changes: int = Field(100, ge=1, description="changes of a worker's cache that are reported at once")
@@ -26,6 +35,13 @@ class GossipConfig(BaseModel):
     spread_interval_s: float = Field(0.2, gt=0, description="how often news of members are passed on, seconds")
     sync_interval_s: float = Field(5.0, gt=0, description="how often a node compares its members with another one's")
     forget_s: float = Field(120.0, gt=0, description="how long a dead node is remembered and tried again, seconds")
+
+    @field_validator("key")
+    @classmethod
+    def _is_long_enough(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and (size := len(value.get_secret_value().encode())) < MIN_KEY:
+            raise ValueError(f"has {size} bytes; it needs {MIN_KEY} or more")
+        return value
 
     @field_validator("silent_s")
     @classmethod

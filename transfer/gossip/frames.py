@@ -22,14 +22,13 @@ from typing import Any, TypeAlias
 import msgpack
 import numpy as np
 
+from transfer.gossip.config import MIN_KEY
 from transfer.gossip.summary import BUCKETS, DISK, Load, Repair, Update
 
 MAX_DATAGRAM = 1400
 """Bytes of a frame that travels as one datagram."""
 MAX_FRAME = 1 << 20
 """Bytes of any frame; what is larger than a datagram travels over TCP."""
-MIN_KEY = 16
-"""Bytes that a cluster key needs."""
 WINDOW = 1024
 MAX_SENDERS = 10_000
 MAX_NAME = 128

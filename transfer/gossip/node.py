@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from opentelemetry import metrics
 
+from transfer.directory import node_address
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import MAX_FRAME, Address, Member, Notice
 from transfer.gossip.membership import Down, Up
@@ -55,8 +56,6 @@ class GossipNode:
         cls,
         name: str,
         role: int,
-        host: str,
-        key: bytes,
         *,
         incarnation: int,
         config: GossipConfig,
@@ -67,10 +66,12 @@ class GossipNode:
         load: Callable[[], Load] | None = None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> GossipNode:
-        """Listen on `host`, a numeric address under which the others reach this node, and join through `seeds`.
-
-        Port 0 is any free one; `member` has it. Raises OSError where the address cannot be had.
-        """
+        """Listen where the others reach this node, and join through `seeds`. Port 0 is any free one; `member` has it.
+        Raises OSError where the address cannot be had, and ValueError where the configuration has no key."""
+        host = config.host or node_address()
+        if config.key is None:
+            raise ValueError("gossip.key: a node needs one")
+        key = config.key.get_secret_value().encode()
         udp, tcp = _listen(host, port)
         me = Member(name, role, host, udp.getsockname()[1], incarnation)
         node = cls(Gossip(me, config, key, Random(), replicas, summary, load, seeds), on_event)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
+from pydantic import SecretStr
 
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import MAX_FRAME, ROUTER, WORKER, Address, Notice
@@ -35,6 +36,10 @@ class Life:
         return {member.name for member in self.node.gossip.membership.members}
 
 
+def config(key: bytes) -> GossipConfig:
+    return CONFIG.model_copy(update={"key": SecretStr(key.decode()), "host": "127.0.0.1"})
+
+
 class House:
     """Starts nodes, and stops those that a test leaves running."""
 
@@ -50,10 +55,8 @@ class House:
         node = await GossipNode.start(
             name,
             role,
-            "127.0.0.1",
-            key,
             incarnation=incarnation,
-            config=CONFIG,
+            config=config(key),
             seeds=seeds,
             port=port,
             replicas=replicas if role == ROUTER else None,
@@ -201,5 +204,5 @@ async def test_a_port_that_is_taken_is_an_error() -> None:
         other.listen()
         with pytest.raises(OSError, match="in use"):
             await GossipNode.start(
-                "w0", WORKER, "127.0.0.1", KEY, incarnation=1, config=CONFIG, port=other.getsockname()[1]
+                "w0", WORKER, incarnation=1, config=config(KEY), port=other.getsockname()[1]
             )
