@@ -150,7 +150,7 @@ class Machine(RuleBasedStateMachine):
             }
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestReplicas = Machine.TestCase
 
 
