@@ -22,7 +22,10 @@ from transfer.prefix import PrefixChain
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 PROMPT_TOKENS_S = 1000.0
-"""Speed of a worker that has not measured it yet."""
+"""Speed of a worker while none has measured it."""
+ALIKE = 0.75
+"""Workers whose measured speeds do not differ by more than this factor from what is typical are taken to be equally
+fast. Measurements are never equal, and on an idle cluster the one that seems fastest would get everything."""
 REFRESH_S = 0.05
 NOTICE_S = 5.0
 """How long another router's dispatch counts that the worker never reports."""
@@ -32,7 +35,8 @@ NOTICE_S = 5.0
 class WorkerView:
     """One worker. `queued_tokens`, prompt tokens to be computed, were reported at `queued_at`; the worker has not yet
     reported what was `sent` by this router and what others gave notice of. `computing` and `decodes` count this
-    router's own requests that are under way there."""
+    router's own requests that are under way there.
+    `prompt_tokens_s` is the speed that it is taken to have."""
 
     name: str
     role: str
@@ -43,16 +47,17 @@ class WorkerView:
     queued_tokens: int = 0
     queued_at: float = 0.0
     heard: float | None = None
+    prompt_tokens_s: float = PROMPT_TOKENS_S
     computing: int = 0
     decodes: int = 0
     sent: Pending = field(default_factory=Pending)
     noticed: Pending = field(default_factory=Pending)
 
     @property
-    def prompt_tokens_s(self) -> float:
-        """Prompt tokens a second."""
+    def measured(self) -> float:
+        """Prompt tokens a second by its own account; 0 while it does not know."""
         reported = self.load.prompt_tokens_s if self.load else 0.0
-        return reported or (self.status.speeds.prompt_tokens_s if self.status else 0.0) or PROMPT_TOKENS_S
+        return reported or (self.status.speeds.prompt_tokens_s if self.status else 0.0)
 
     @property
     def answering(self) -> int:
@@ -97,8 +102,8 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Workers that are able to do something, by name; their mean wait and typical speed, and how many dispatches to
-    them other routers have given notice of."""
+    """Workers that are able to do something, by name; their mean wait and speed, and how many dispatches to them other
+    routers have given notice of."""
 
     workers: dict[str, WorkerView]
     wait_s: float
@@ -108,11 +113,11 @@ class Crowd:
     @classmethod
     def of(cls, workers: list[WorkerView], now: float) -> Crowd:
         """The crowd of some workers at a time."""
-        speeds = sorted(worker.prompt_tokens_s for worker in workers)
+        count = max(1, len(workers))
         return cls(
             {worker.name: worker for worker in workers},
-            sum(worker.wait_s(now) for worker in workers) / max(1, len(workers)),
-            speeds[len(speeds) // 2] if speeds else PROMPT_TOKENS_S,
+            sum(worker.wait_s(now) for worker in workers) / count,
+            sum(worker.prompt_tokens_s for worker in workers) / count or PROMPT_TOKENS_S,
             sum(worker.noticed.count for worker in workers),
         )
 
@@ -234,6 +239,12 @@ class View:
             worker.noticed.expire(now)
             if self._replicas is not None:
                 self._look_up(worker, self._replicas)
+        known = sorted(worker.measured for worker in self.workers.values() if worker.measured)
+        typical = known[len(known) // 2] if known else PROMPT_TOKENS_S
+        for worker in self.workers.values():
+            measured = worker.measured or typical
+            alike = ALIKE * typical <= measured <= typical / ALIKE
+            worker.prompt_tokens_s = typical if alike else measured
 
     def _look_up(self, worker: WorkerView, replicas: Replicas) -> None:
         """Take in what a worker's newest summary says of its load."""

@@ -134,6 +134,7 @@ class Worker:
         self._engine = Engine(Model(self._model_path, config.dtype, config.device), config)
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
+        self._journal = self._engine.watch()
         memory = self._engine.memory
         transport = NixlTransport(agent_name(self.name, self.incarnation), memory.flat, memory.layout, transfer)
         self._peer = transport.describe(self.name, self.incarnation)
@@ -147,14 +148,20 @@ class Worker:
 
     async def join(self, config: GossipConfig, seeds: Sequence[Address] = ()) -> Address:
         """Tell all routers what is here, from now on; returns where this node can be joined through."""
+        summary = Summary(self.name, self.incarnation, config.keys_per_worker)
+
+        def load() -> Load:
+            self._journal.read(summary)
+            return self.load()
+
         self._gossip = await GossipNode.start(
             self.name,
             WORKER,
             incarnation=self.incarnation,
             config=config,
             seeds=seeds,
-            summary=Summary(self.name, self.incarnation, config.keys_per_worker),
-            load=self.load,
+            summary=summary,
+            load=load,
         )
         return self._gossip.member.address
 
