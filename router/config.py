@@ -15,7 +15,7 @@ class RouterConfig(BaseModel):
         2.0, ge=1, description="what a second of computing costs beside a second of waiting: computing also evicts"
     )
     load_bound: float = Field(1.25, gt=1, description="a worker takes no more than this times the mean load")
-    load_slack_s: float = Field(2.0, ge=0, description="a wait this much longer than the mean never moves a request")
+    load_slack_s: float = Field(8.0, ge=0, description="a wait this much longer than the mean never moves a request")
     admission_slack_s: float = Field(
         0.3, gt=0, description="a worker whose queue is so much longer than the router believed answers busy"
     )
