@@ -1,8 +1,8 @@
 """Frames: what gossip nodes say to one another, and what is refused before anybody acts on it.
 
 A frame is `HW`, version (1 byte), tag (16 bytes) and msgpack array `[sender, incarnation, counter, message, ...]`, and
-a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at in
-this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
+a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at
+in this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
 decoded before the tag has been checked, and decoding allocates at most a small multiple of the frame, whatever its
 lengths claim: msgpack accepts no array or string that is longer than the frame itself.
 

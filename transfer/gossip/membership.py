@@ -1,8 +1,8 @@
 """Who is in the cluster: SWIM with Lifeguard's additions, as a pure state machine.
 
 A. Das, I. Gupta, A. Motivala: SWIM (2002); A. Dadgar, J. Phillips, J. Currey: Lifeguard (2018). docs/gossip.md says
-what is done here, with the numbers. All that a node knows of another is the highest claim it has heard (`Claim.rank`), so
-that nodes agree once they have heard the same claims, in whatever order.
+what is done here, with the numbers. All that a node knows of another is the highest claim it has heard
+(`Claim.rank`), so that nodes agree once they have heard the same claims, in whatever order.
 """
 
 from __future__ import annotations
