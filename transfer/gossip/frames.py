@@ -4,7 +4,7 @@ A frame is `HW`, version (1 byte), tag (16 bytes) and msgpack array `[sender, in
 a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at
 in this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
 decoded before the tag has been checked, and decoding allocates at most a small multiple of the frame, whatever its
-lengths claim: msgpack accepts no array or string that is longer than the frame itself.
+lengths claim: a first pass that makes no objects finds out whether everything that is claimed is there.
 
 Replays: each sender counts its frames. A receiver remembers the highest counter and which of the `WINDOW` below it have
 come, and refuses a frame of an older incarnation, one that has come, and one that is too old to tell.
@@ -321,6 +321,13 @@ def _message(item: Any) -> Message:
     return reader(item[1:]) if reader else kind(*_typed(item[1:], _TYPES[kind]))
 
 
+def _check_whole(body: memoryview) -> None:
+    """Nested arrays that claim elements which never come would each be allocated in full before that is noticed."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(body))
+    unpacker.feed(body)
+    unpacker.skip()
+
+
 def _derive(key: bytes) -> bytes:
     if len(key) < MIN_KEY:
         raise ValueError(f"the cluster key has {len(key)} bytes; it needs {MIN_KEY} or more")
@@ -396,6 +403,7 @@ class Opener:
         if not hmac.compare_digest(tag, data[len(_MAGIC) : _HEADER]):
             raise Refused("key")
         try:
+            _check_whole(body)
             items = msgpack.unpackb(body, use_list=False, max_ext_len=0, max_map_len=0)
             sender, incarnation, counter = _typed(items[:3], (str, int, int))
             self._check_new(sender, incarnation, counter)

@@ -119,9 +119,7 @@ class Gossip:
             answers.append(self.membership.claim)  # whoever doubted it hears it first
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
-            if now >= self._next_inquiry:
-                self._next_inquiry = now + SEED_INTERVAL_S
-                letters.append(self.membership.sync(sender))
+            letters += self._inquire(sender, now)
         elif held.incarnation == frame.incarnation and held.status in (SUSPECT, DEAD):
             answers.append(held)  # it is there: let it say so to all
         if answers:
@@ -186,16 +184,19 @@ class Gossip:
                 if message.router == frame.sender:
                     self._events.append(message)
             case _:
-                return self._take_summary(message, frame.sender, now)
+                return self._take_summary(message, frame.sender, sender, now, out)
         return []
 
-    def _take_summary(self, message: Message, sender: str, now: float) -> list[Message]:
+    def _take_summary(
+        self, message: Message, sender: str, address: Address, now: float, out: list[Letter]
+    ) -> list[Message]:
         match message:
             case Want():
                 answerer = self._publisher or self._collector
                 return answerer.answer(message) if answerer is not None else []
             case News() if self._collector is not None:
-                self._collector.on_news(message.update, sender, now)
+                if not self._collector.on_news(message.update, sender, now):
+                    out += self._inquire(address, now)
             case Entry() if self._collector is not None:
                 self._collector.on_entry(message.update, sender, now)
             case Mend() if self._collector is not None:
@@ -213,6 +214,13 @@ class Gossip:
                 self._collector.forget(event.member.name)
         new = [event.member for event in events if isinstance(event, Up) and event.member.role == ROUTER]
         return [Letter(tuple(router.address for router in new), (self.membership.claim,))] if new else []
+
+    def _inquire(self, address: Address, now: float) -> list[Letter]:
+        """Ask a node that knows, or is, somebody whom this node does not; once a second is enough to learn of all."""
+        if now < self._next_inquiry:
+            return []
+        self._next_inquiry = now + SEED_INTERVAL_S
+        return [self.membership.sync(address)]
 
     def _try_seed(self) -> Iterable[Letter]:
         """Join, or join again: a seed that is not among the members, if there is one, is asked."""
