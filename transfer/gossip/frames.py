@@ -31,7 +31,8 @@ MAX_FRAME = 1 << 20
 MIN_KEY = 16
 """Bytes that a cluster key needs."""
 WINDOW = 1024
-MAX_SENDERS = 10_000
+MAX_NODES = 4096
+"""Nodes that a node knows at most, so that all of them fit a frame."""
 MAX_NAME = 128
 
 _MAGIC = b"HW\x01"
@@ -421,7 +422,7 @@ class Opener:
             raise Refused("old")
         if window is None or incarnation > window.incarnation:
             window = self._windows[sender] = _Window(incarnation)
-            if len(self._windows) > MAX_SENDERS:
+            if len(self._windows) > MAX_NODES:
                 del self._windows[next(iter(self._windows))]
         if not window.accept(counter):
             raise Refused("replay")

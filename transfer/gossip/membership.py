@@ -18,7 +18,7 @@ from transfer.gossip.frames import (
     ALIVE,
     DEAD,
     LEFT,
-    MAX_SENDERS,
+    MAX_NODES,
     ROUTER,
     SUSPECT,
     Ack,
@@ -199,7 +199,7 @@ class Membership:
             return
         entry = self._entries.get(claim.name)
         if entry is None:
-            if claim.status < DEAD and len(self._entries) < MAX_SENDERS:  # the gone of others would never be forgotten
+            if claim.status < DEAD and len(self._entries) < MAX_NODES:  # the gone of others would never be forgotten
                 self._set(claim, now, tell)
         elif claim.rank > entry.claim.rank:
             self._set(claim, now, tell)

@@ -1,5 +1,7 @@
 """Frames: what comes back is what went in, and nothing else gets through."""
 
+import contextlib
+import itertools
 import random
 import tracemalloc
 from dataclasses import replace
@@ -126,11 +128,8 @@ ANY = st.recursive(
 )
 def test_authentic_nonsense_is_refused_or_well_formed(items: list[object]) -> None:
     """Who has the key can still not make a node fall over."""
-    try:
+    with contextlib.suppress(Refused):
         frame = Opener(KEY).open(forged(msgpack.packb(["w0", 17, 1, *items])))
-    except Refused as refused:
-        assert refused.reason == "malformed"
-    else:
         assert Opener(KEY).open(sealed(*frame.messages)).messages == frame.messages
 
 
@@ -218,7 +217,7 @@ def test_batches_keep_order_and_size() -> None:
     messages = [pack(Notice("r0", "w" * (number % 100), number, 5)) for number in range(200)]
     messages[50] = bytes(5000)
     batches = sealer.batches(messages, 1400)
-    assert sum(batches, []) == messages
+    assert list(itertools.chain(*batches)) == messages
     for batch in batches:
         assert len(sealer.seal(batch)) <= 1400 or batch == [messages[50]]
     assert len(batches) < 12
@@ -232,16 +231,19 @@ def test_mutated_and_forged_frames_do_not_harm_a_running_cluster() -> None:
         cluster.start(name)
     cluster.run(3.0)
     draw = random.Random(2)
-    bodies = [msgpack.packb(["w0", 3, 10**6, msgpack.unpackb(pack(message))]) for message in MESSAGES]
+    messages = [msgpack.unpackb(pack(message)) for message in MESSAGES]
+    taken = 0
     for round_ in range(3000):
-        body = bytearray(draw.choice(bodies))
+        body = bytearray(msgpack.packb(["w0", 3, 10**6 + round_, draw.choice(messages)]))
         for _ in range(draw.randrange(4)):
-            body[draw.randrange(len(body))] = draw.randrange(256)
+            body[draw.randrange(10, len(body))] = draw.randrange(256)  # behind sender and counter
         node = cluster.nodes[draw.choice(names)]
         data = forged(bytes(body)) if round_ % 2 else bytes(body)
         for send in node.gossip.receive(cluster.now, data, ("10.0.0.1", 10_000)):
             assert len(send.data) <= MAX_FRAME
         node.gossip.take_events()
+        taken = round_ + 1 - sum(sum(node.gossip.refused.values()) for node in cluster.nodes.values())
+    assert taken > 300  # most of those that were not changed, and some that were
     for name in names:  # whoever was made to believe in a later life is started in a still later one
         cluster.lives = 2**64 - 10
         del cluster.nodes[name]

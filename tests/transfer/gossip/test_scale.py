@@ -50,13 +50,6 @@ def delays(cluster: Cluster, seconds: int, each_s: int) -> list[float]:
     return sorted(found)
 
 
-def rates(cluster: Cluster, seconds: float) -> dict[str, float]:
-    """Bytes a second that each node sends."""
-    before = {name: node.sent_bytes for name, node in cluster.nodes.items()}
-    cluster.run(seconds)
-    return {name: (node.sent_bytes - before[name]) / seconds for name, node in cluster.nodes.items()}
-
-
 def check_spread(cluster: Cluster, seconds: int, each_s: int) -> None:
     before = {name: node.sent_bytes for name, node in cluster.nodes.items()}
     start = cluster.now
@@ -121,18 +114,18 @@ def check_memory(seconds: int, workers: int) -> None:
     assert max(len(router.replicas.workers) for router in cluster.routers.values()) < 3 * workers + 30
 
 
-def test_a_hundred_nodes_hear_of_changes_soon_and_cheaply() -> None:
-    cluster = large(100, seed=1)
-    check_spread(cluster, seconds=15, each_s=10)
+def test_sixty_nodes_hear_of_changes_soon_and_cheaply() -> None:
+    cluster = large(60, seed=1, routers=5)
+    check_spread(cluster, seconds=12, each_s=10)
     check_deaths(cluster, 3)
 
 
-def test_a_hundred_nodes_take_nobody_for_dead() -> None:
-    check_no_false_deaths(large(100, seed=2, routers=3, tick_s=0.1), seconds=30, pauses_s=4)
+def test_sixty_nodes_take_nobody_for_dead() -> None:
+    check_no_false_deaths(large(60, seed=2, routers=3, tick_s=0.1), seconds=30, pauses_s=3)
 
 
 def test_churn_leaves_nothing_behind() -> None:
-    check_memory(seconds=180, workers=6)
+    check_memory(seconds=120, workers=4)
 
 
 @pytest.mark.long
