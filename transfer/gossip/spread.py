@@ -21,7 +21,7 @@ from transfer.gossip.replicas import Applied, Replicas
 from transfer.gossip.summary import Load, Repair, Summary, Update
 
 HOMES = 2
-HOLD_S = 0.25
+HOLD_S = 0.15
 """How long a second home waits for the first one to pass an entry on."""
 GRACE_S = 0.04
 """What is missing may be on its way."""

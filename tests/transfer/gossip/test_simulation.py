@@ -1,11 +1,12 @@
 """Whole clusters in virtual time: what must hold when the network misbehaves, and when it has stopped."""
 
 import itertools
+from collections import Counter
 
 import pytest
 
-from tests.transfer.gossip.cluster import Cluster
-from transfer.gossip.frames import ROUTER, WORKER
+from tests.transfer.gossip.cluster import KEY, Cluster
+from transfer.gossip.frames import ROUTER, WORKER, News, Opener
 from transfer.gossip.membership import Down, Up
 
 
@@ -230,3 +231,24 @@ def test_roles_of_members_are_known() -> None:
     for name, node in cluster.nodes.items():
         roles = {member.name: member.role for member in node.gossip.membership.members}
         assert roles == {other: ROUTER if other[0] == "r" else WORKER for other in cluster.nodes if other != name}
+
+
+def test_an_entry_is_passed_on_once() -> None:
+    cluster = started(13, routers=4, workers=12)
+    cluster.network.latency_s = 0.02, 0.03
+    cluster.run(1.0)
+    passed: Counter[tuple[str, int, object]] = Counter()
+    send = cluster.send
+
+    def count(source: str, sends: list, node: object) -> None:
+        for item in sends:
+            frame = Opener(KEY).open(item.data)
+            for message in frame.messages:
+                if isinstance(message, News) and frame.sender != message.update.worker:
+                    passed[message.update.worker, message.update.seq, item.address] += 1
+        send(source, sends, node)
+
+    cluster.send = count
+    cluster.run(10.0)
+    assert len(passed) > 10 * 3 * 12 * 3
+    assert max(passed.values()) == 1
