@@ -19,7 +19,7 @@ class GossipConfig(BaseModel):
     host: str | None = Field(
         None, description="numeric address that a node is reached under; default: that of its machine in the Ray cluster"
     )
-    keys_per_worker: int = Field(6250, ge=1, le=100_000, description="most prefix keys that a worker publishes")
+    keys_per_worker: int = Field(6250, ge=1, le=50_000, description="most prefix keys that a worker publishes")
     update_interval_s: float = Field(0.25, gt=0, description="how often a worker reports its load and changes, seconds")
     update_changes: int = Field(100, ge=1, description="changes of a worker's cache that are reported at once")
     relay_interval_s: float = Field(0.1, gt=0, description="how often a router passes on what workers say, seconds")

@@ -1,10 +1,10 @@
 """Frames: what gossip nodes say to one another, and what is refused before anybody acts on it.
 
 A frame is `HW`, version (1 byte), tag (16 bytes) and msgpack array `[sender, incarnation, counter, message, ...]`, and
-a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at in
-this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
+a message is an array `[kind, field, ...]`. The tag is BLAKE2b of the body under the cluster key. A frame is looked at
+in this order: length, first bytes, tag, sender and counter, messages; whatever is wrong refuses all of it. Nothing is
 decoded before the tag has been checked, and decoding allocates at most a small multiple of the frame, whatever its
-lengths claim: msgpack accepts no array or string that is longer than the frame itself.
+lengths claim: a first pass that makes no objects finds out whether everything that is claimed is there.
 
 Replays: each sender counts its frames. A receiver remembers the highest counter and which of the `WINDOW` below it have
 come, and refuses a frame of an older incarnation, one that has come, and one that is too old to tell.
@@ -30,7 +30,8 @@ MAX_DATAGRAM = 1400
 MAX_FRAME = 1 << 20
 """Bytes of any frame; what is larger than a datagram travels over TCP."""
 WINDOW = 1024
-MAX_SENDERS = 10_000
+MAX_NODES = 4096
+"""Nodes that a node knows at most, so that all of them fit a frame."""
 MAX_NAME = 128
 
 _MAGIC = b"HW\x01"
@@ -320,6 +321,13 @@ def _message(item: Any) -> Message:
     return reader(item[1:]) if reader else kind(*_typed(item[1:], _TYPES[kind]))
 
 
+def _check_whole(body: memoryview) -> None:
+    """Nested arrays that claim elements which never come would each be allocated in full before that is noticed."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(body))
+    unpacker.feed(body)
+    unpacker.skip()
+
+
 def _derive(key: bytes) -> bytes:
     if len(key) < MIN_KEY:
         raise ValueError(f"the cluster key has {len(key)} bytes; it needs {MIN_KEY} or more")
@@ -395,6 +403,7 @@ class Opener:
         if not hmac.compare_digest(tag, data[len(_MAGIC) : _HEADER]):
             raise Refused("key")
         try:
+            _check_whole(body)
             items = msgpack.unpackb(body, use_list=False, max_ext_len=0, max_map_len=0)
             sender, incarnation, counter = _typed(items[:3], (str, int, int))
             self._check_new(sender, incarnation, counter)
@@ -412,7 +421,7 @@ class Opener:
             raise Refused("old")
         if window is None or incarnation > window.incarnation:
             window = self._windows[sender] = _Window(incarnation)
-            if len(self._windows) > MAX_SENDERS:
+            if len(self._windows) > MAX_NODES:
                 del self._windows[next(iter(self._windows))]
         if not window.accept(counter):
             raise Refused("replay")

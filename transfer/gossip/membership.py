@@ -1,8 +1,8 @@
 """Who is in the cluster: SWIM with Lifeguard's additions, as a pure state machine.
 
 A. Das, I. Gupta, A. Motivala: SWIM (2002); A. Dadgar, J. Phillips, J. Currey: Lifeguard (2018). docs/gossip.md says
-what is done here, with the numbers. All that a node knows of another is the highest claim it has heard (`Claim.rank`), so
-that nodes agree once they have heard the same claims, in whatever order.
+what is done here, with the numbers. All that a node knows of another is the highest claim it has heard
+(`Claim.rank`), so that nodes agree once they have heard the same claims, in whatever order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transfer.gossip.frames import (
     ALIVE,
     DEAD,
     LEFT,
-    MAX_SENDERS,
+    MAX_NODES,
     ROUTER,
     SUSPECT,
     Ack,
@@ -124,6 +124,7 @@ class Membership:
         self._suspects: dict[str, None] = {}  # dicts, because the order of a set differs from process to process
         self._gone: dict[str, None] = {}
         self._up: list[Member] | None = []  # None: to be made anew
+        self._routers: list[tuple[Member, bool]] | None = []
         self._order: list[str] = []
         self._rumours: dict[str, tuple[bytes, int]] = {}  # name: packed claim, how often it has been told
         self._digests = [0] * BUCKETS
@@ -132,8 +133,8 @@ class Membership:
         self._probe: _Probe | None = None
         self._favours: dict[int, _Favour] = {}
         self._last_tick: float | None = None
-        start = random.random()
-        self._next_probe = self._next_spread = self._next_sync = start * config.probe_interval_s
+        # Relative to the first tick, which knows the time; drawn, so that not all nodes speak at once.
+        self._next_probe = self._next_spread = self._next_sync = random.random() * config.probe_interval_s
 
     @property
     def claim(self) -> Claim:
@@ -150,8 +151,11 @@ class Membership:
         return self._up
 
     def routers(self) -> list[tuple[Member, bool]]:
-        """All other routers that are up, and whether somebody suspects them."""
-        return [(member, member.name in self._suspects) for member in self.members if member.role == ROUTER]
+        """All other routers that are up, and whether somebody suspects them; do not change it."""
+        if self._routers is None:
+            routers = [member for member in self.members if member.role == ROUTER]
+            self._routers = [(router, router.name in self._suspects) for router in routers]
+        return self._routers
 
     def find(self, name: str) -> Member | None:
         """A node that is up."""
@@ -199,16 +203,12 @@ class Membership:
             return
         entry = self._entries.get(claim.name)
         if entry is None:
-            if claim.status < DEAD and len(self._entries) < MAX_SENDERS:  # the gone of others would never be forgotten
+            if claim.status < DEAD and len(self._entries) < MAX_NODES:  # the gone of others would never be forgotten
                 self._set(claim, now, tell)
         elif claim.rank > entry.claim.rank:
             self._set(claim, now, tell)
         elif claim.rank == entry.claim.rank and claim.status == SUSPECT:
-            confirmed = claim.origin not in entry.origins and len(entry.origins) <= CONFIRMATIONS
-            if confirmed:
-                entry.origins.add(claim.origin)
-                entry.deadline = entry.since + self._suspicion_s(len(entry.origins) - 1)
-                self._rumour(claim)
+            self._confirm(entry, claim)
 
     def hear_state(self, state: State, now: float) -> None:
         """Take another node's knowledge in. Whom it holds dead, this node only suspects: the news may be old, and who
@@ -381,6 +381,12 @@ class Membership:
         share = math.log(confirmations + 1) / math.log(wanted + 1)
         return max(least, least * (PATIENCE - (PATIENCE - 1) * share))
 
+    def _confirm(self, entry: _Entry, claim: Claim) -> None:
+        if claim.origin not in entry.origins and len(entry.origins) <= CONFIRMATIONS:
+            entry.origins.add(claim.origin)
+            entry.deadline = entry.since + self._suspicion_s(len(entry.origins) - 1)
+            self._rumour(claim)
+
     def _hear_of_me(self, claim: Claim) -> None:
         mine = self.claim
         if claim.incarnation == mine.incarnation and claim.rank > mine.rank and not self._left:
@@ -397,6 +403,7 @@ class Membership:
         new = self._entries[claim.name] = _Entry(claim, now)
         bucket = _bucket(claim.name)
         self._digests[bucket] = (self._digests[bucket] + new.mark - (old.mark if old else 0)) % 2**64
+        self._routers = None
         self._suspects.pop(claim.name, None)
         self._gone.pop(claim.name, None)
         was_up = old is not None and old.up

@@ -46,7 +46,11 @@ from transfer.gossip.replicas import Replicas
 from transfer.gossip.spread import Collector, Publisher
 from transfer.gossip.summary import Load, Summary
 
-SEED_INTERVAL_S = 1.0
+INQUIRY_S = 1.0
+SEED_S = 10.0
+"""How often seeds that are no members are tried by a node that has others; one that is alone tries more often."""
+MAX_ANSWERS = 64
+"""No honest frame asks for more; what is behind it in a frame is ignored."""
 _BULK = (State, Entry, Mend, Have)
 """What goes over TCP, in as few frames as can be, where it does not fit one datagram."""
 
@@ -114,19 +118,18 @@ class Gossip:
         answers: list[Message] = []
         before = self.membership.claim
         for message in frame.messages:
-            answers += self._take(message, frame, sender, now, letters)
+            if len(answers) + len(letters) >= MAX_ANSWERS:
+                break
+            answers += self._take(message, frame, self._address(frame, sender), now, letters)
         if self.membership.claim != before:
             answers.append(self.membership.claim)  # whoever doubted it hears it first
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
-            if now >= self._next_inquiry:
-                self._next_inquiry = now + SEED_INTERVAL_S
-                letters.append(self.membership.sync(sender))
+            letters += self._inquire(sender, now)
         elif held.incarnation == frame.incarnation and held.status in (SUSPECT, DEAD):
             answers.append(held)  # it is there: let it say so to all
         if answers:
-            known = held is not None and held.incarnation == frame.incarnation
-            letters.append(Letter((held.member.address if held is not None and known else sender,), tuple(answers)))
+            letters.append(Letter((self._address(frame, sender),), tuple(answers)))
         return self._post(letters, rumours=True)
 
     def tick(self, now: float) -> list[Send]:
@@ -138,7 +141,7 @@ class Gossip:
         if self._collector is not None:
             sends += self._post(self._collector.tick(now))
         if now >= self._next_seed:
-            self._next_seed = now + SEED_INTERVAL_S
+            self._next_seed = now + (SEED_S if self.membership.members else INQUIRY_S)
             sends += self._post(self._try_seed())
         if now >= self._next_expiry:
             self._next_expiry = now + 1.0
@@ -160,6 +163,11 @@ class Gossip:
         """What has happened since the last call: nodes that came or went, dispatches of other routers."""
         events, self._events = self._events, []
         return events
+
+    def _address(self, frame: Frame, source: Address) -> Address:
+        """Where to answer: a connection's source is not where its node listens; that of an unknown node must do."""
+        held = self.membership.held(frame.sender)
+        return source if held is None or held.incarnation != frame.incarnation else held.member.address
 
     def _take(self, message: Message, frame: Frame, sender: Address, now: float, out: list[Letter]) -> list[Message]:
         """Act on a message. What goes back to the sender is returned; what goes to others is added to `out`."""
@@ -185,23 +193,32 @@ class Gossip:
             case Notice():
                 if message.router == frame.sender:
                     self._events.append(message)
-            case _:
-                return self._take_summary(message, frame.sender, now)
-        return []
-
-    def _take_summary(self, message: Message, sender: str, now: float) -> list[Message]:
-        match message:
             case Want():
                 answerer = self._publisher or self._collector
                 return answerer.answer(message) if answerer is not None else []
-            case News() if self._collector is not None:
-                self._collector.on_news(message.update, sender, now)
-            case Entry() if self._collector is not None:
-                self._collector.on_entry(message.update, sender, now)
-            case Mend() if self._collector is not None:
-                self._collector.on_mend(message.repair, now)
-            case Have() if self._collector is not None:
-                return self._collector.on_have(message, sender, now)
+            case News() | Entry() | Mend() | Have() if self._collector is not None:
+                return self._collect(self._collector, message, frame.sender, sender, now, out)
+        return []
+
+    def _collect(
+        self,
+        collector: Collector,
+        message: News | Entry | Mend | Have,
+        sender: str,
+        address: Address,
+        now: float,
+        out: list[Letter],
+    ) -> list[Message]:
+        match message:
+            case News():
+                if not collector.on_news(message.update, sender, now):
+                    out += self._inquire(address, now)
+            case Entry():
+                collector.on_entry(message.update, sender, now)
+            case Mend():
+                collector.on_mend(message.repair, now)
+            case Have():
+                return collector.on_have(message, sender, now)
         return []
 
     def _settle(self) -> list[Letter]:
@@ -213,6 +230,13 @@ class Gossip:
                 self._collector.forget(event.member.name)
         new = [event.member for event in events if isinstance(event, Up) and event.member.role == ROUTER]
         return [Letter(tuple(router.address for router in new), (self.membership.claim,))] if new else []
+
+    def _inquire(self, address: Address, now: float) -> list[Letter]:
+        """Ask a node that knows, or is, somebody whom this node does not; once a second is enough to learn of all."""
+        if now < self._next_inquiry:
+            return []
+        self._next_inquiry = now + INQUIRY_S
+        return [self.membership.sync(address)]
 
     def _try_seed(self) -> Iterable[Letter]:
         """Join, or join again: a seed that is not among the members, if there is one, is asked."""

@@ -21,7 +21,7 @@ from transfer.gossip.replicas import Applied, Replicas
 from transfer.gossip.summary import Load, Repair, Summary, Update
 
 HOMES = 2
-HOLD_S = 0.25
+HOLD_S = 0.15
 """How long a second home waits for the first one to pass an entry on."""
 GRACE_S = 0.04
 """What is missing may be on its way."""
@@ -112,8 +112,10 @@ class Collector:
         self._missing: dict[str, _Missing] = {}
         self._next_relay = self._next_compare = 0.0
 
-    def on_news(self, update: Update, sender: str, now: float) -> None:
-        """An entry of a worker's log, from itself or from a router."""
+    def on_news(self, update: Update, sender: str, now: float) -> bool:
+        """An entry of a worker's log, from itself or from a router. False: this node knows no such life of a worker."""
+        if not self._present(update.worker, update.incarnation):
+            return False
         outcome = self._apply(update, sender, now)
         if sender != update.worker:
             held = self._held.get(update.worker)
@@ -123,10 +125,12 @@ class Collector:
             first = next(iter(self._sure_homes(update.worker)), None)
             due = now if first == self._membership.me.name else now + HOLD_S
             self._held.setdefault(update.worker, []).append((due, update))
+        return True
 
     def on_entry(self, update: Update, sender: str, now: float) -> None:
         """What this router has asked for."""
-        self._apply(update, sender, now)
+        if self._present(update.worker, update.incarnation):
+            self._apply(update, sender, now)
 
     def on_mend(self, repair: Repair, now: float) -> None:
         """What this router has asked for. If it does not fit, the next question is another one."""
@@ -180,8 +184,6 @@ class Collector:
         return letters + self._ask(now)
 
     def _apply(self, update: Update, sender: str, now: float) -> Applied:
-        if not self._present(update.worker, update.incarnation):
-            return Applied.OLD
         outcome = self._replicas.apply(update, now)
         if outcome is Applied.GAP:
             self._miss(update.worker, (update.incarnation, update.seq), sender, now)

@@ -13,7 +13,6 @@ from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
 
 KEY = b"the key of this test cluster"
-TICK_S = 0.05
 HEADERS = 28  # of IP and UDP
 
 
@@ -43,10 +42,14 @@ class Network:
 class Cluster:
     """Nodes by name; a name that starts with r is a router."""
 
-    def __init__(self, seed: int, config: GossipConfig | None = None, keys: int = 64) -> None:
+    def __init__(
+        self, seed: int, config: GossipConfig | None = None, keys: int = 64, ring: int = 1000, tick_s: float = 0.05
+    ) -> None:
         self.draw = random.Random(seed)
         self.config = config or GossipConfig()
         self.keys = keys
+        self.ring = ring
+        self.tick_s = tick_s
         self.network = Network()
         self.now = 0.0
         self.nodes: dict[str, Node] = {}
@@ -68,12 +71,12 @@ class Cluster:
         role = ROUTER if name.startswith("r") else WORKER
         me = Member(name, role, *self.address(name), self.lives)
         replicas = Replicas(self.keys) if role == ROUTER else None
-        summary = Summary(name, self.lives, self.keys) if role == WORKER else None
+        summary = Summary(name, self.lives, self.keys, self.ring) if role == WORKER else None
         addresses = [self.address(seed) for seed in seeds]
         random_ = random.Random(self.draw.random())
         gossip = Gossip(me, self.config, KEY, random_, replicas, summary, lambda: self.nodes[name].load, addresses)
         node = self.nodes[name] = Node(gossip, replicas, summary)
-        self._push(self.now + self.draw.random() * TICK_S, name, gossip, b"", ("", 0), False)
+        self._push(self.now + self.draw.random() * self.tick_s, name, gossip, b"", ("", 0), False)
         return node
 
     def kill(self, name: str) -> None:
@@ -97,7 +100,7 @@ class Cluster:
                 continue
             if gossip is not None:
                 self.send(name, gossip.tick(at), node)
-                self._push(at + TICK_S, name, gossip, b"", source, False)
+                self._push(at + self.tick_s, name, gossip, b"", source, False)
             else:
                 self.frames += 1
                 self.send(name, node.gossip.receive(at, data, source), node)
