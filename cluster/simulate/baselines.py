@@ -1,7 +1,7 @@
 """How other routers choose, by their public descriptions, each as a rule over what one router knows.
 
-A rule is made once for each router. Its fields are the constants that its original lets an operator choose; tune.py
-looks for good ones.
+The fields of a rule are the constants that its original lets an operator choose; `GRIDS` has values to try, as many
+for each rule, and the defaults are the best of them on the first quarter of the Mooncake conversation trace.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ class Rule(Protocol):
 class RoundRobin:
     """One worker after another."""
 
-    first: int = 0
-    _turn: count[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._turn = count(self.first)
+    _turn: count[int] = field(default_factory=count)
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
         """The next worker."""
@@ -101,19 +97,16 @@ class CacheAware:
 
 @dataclass(slots=True)
 class Overlap:
-    """Dynamo's cost rule at temperature 0: `scale` times the prefill blocks that a worker would have, less `credit` for
-    each cached block, plus the blocks of what runs there."""
+    """Dynamo's cost rule at temperature 0: `weight` times the prefill blocks that a worker would have, less those that
+    it has cached, plus the blocks of what runs there."""
 
-    scale: float = 1.0
-    credit: float = 1.0
+    weight: float = 1.0
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
         """The least cost."""
         return known.least(
-            self.scale * max((queued + request.tokens) / BLOCK_TOKENS - self.credit * depth, 0.0) + blocks
-            for queued, depth, blocks in zip(
-                known.queued_tokens, known.depths(request), known.blocks, strict=True
-            )
+            self.weight * max((queued + request.tokens) / BLOCK_TOKENS - depth, 0.0) + blocks
+            for queued, depth, blocks in zip(known.queued_tokens, known.depths(request), known.blocks, strict=True)
         )
 
 

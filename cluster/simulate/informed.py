@@ -1,4 +1,4 @@
-"""Routers that follow one rule, each over what it knows: of its own requests at once, of all others late."""
+"""Routers that follow a rule, each over what it knows: of its own requests at once, of all others late."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cluster.simulate.trace import Request
 
 
 class Informed:
-    """Baselines. `rule` makes the rule of a router from its number."""
+    """A baseline's routers."""
 
-    def __init__(self, world: World, rule: Callable[[int], Rule]) -> None:
+    def __init__(self, world: World, rule: Rule) -> None:
         settings = world.settings
         self._loop = world.loop
         self._staleness_s = settings.staleness_s
         # With nothing late they all know the same.
         count = settings.routers if settings.staleness_s else 1
         self._known = [Knowledge(settings.workers, settings.rate, world.random) for _ in range(count)]
-        self._rules = [rule(router) for router in range(settings.routers)]
+        self._rule = rule
 
     def start(self) -> None:
         """Nothing happens by itself."""
 
     def choose(self, router: int, request: Request, refused: frozenset[int]) -> Choice:
         """As the rule says; workers take what comes."""
-        return Choice(self._rules[router].choose(self._known_to(router), request, self._loop.now))
+        return Choice(self._rule.choose(self._known_to(router), request, self._loop.now))
 
     def busy(self, router: int, worker: int, wait_s: float) -> None:
         """Does not happen."""

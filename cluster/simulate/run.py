@@ -17,6 +17,8 @@ CANDIDATES = 3
 """Workers that a request is offered to; the last of them takes it."""
 ADMISSION_SLACK_S = 0.3
 """A worker whose queue is so much longer than the router believed answers busy."""
+CUT_OFF_S = 30.0
+"""How long routers that are cut off hear nothing."""
 DECODE_STEP_S = 0.02
 """Time for a token of an answer."""
 Figures = dict[str, float]
