@@ -11,11 +11,11 @@ from cluster.simulate.trace import BLOCK_TOKENS, Request
 from router.config import RouterConfig
 from router.route import Router, Ticket
 from router.view import BOTH, View
-from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
 from transfer.messages import CacheStats, Plan, Speeds, TransferStats, WorkerStatus
 from transfer.prefix import PrefixChain, root_key
+from workers.kv.journal import Journal
 
 MODEL = "simulated"
 ROOT = root_key(MODEL, tenant=SALT)
@@ -45,7 +45,9 @@ class RealRouters:
         self._numbers = {engine.name: number for number, engine in enumerate(world.engines)}
         self._accepted: dict[str, dict[str, int]] = {name: {} for name in self.engines}
         self.summaries = {name: Summary(name, INCARNATION, settings.capacity) for name in self.engines}
-        self._keys: dict[tuple[str, int], int] = {}
+        self._journals = {name: Journal(MODEL) for name in self.engines}
+        for name, engine in self.engines.items():
+            engine.radix.watch(self._journals[name])
         self._asked: dict[int, _Asked] = {}
         self.replicas = [Replicas(settings.capacity) for _ in range(count)]
         self.views = [self._view(replicas, count) for replicas in self.replicas]
@@ -82,7 +84,7 @@ class RealRouters:
             ours.lacks(engine.name, asked.chain, job.cached * BLOCK_TOKENS)
         asked.ticket = ours.dispatch(asked.plan, asked.chain, request.tokens)
         self._accepted[engine.name][ours.name] = asked.ticket.number
-        self._change(self.summaries[engine.name], request, asked.chain, job)
+        self._journals[engine.name].read(self.summaries[engine.name])
         self.announce(router, engine.name, asked.ticket)
         self.publish(engine.name)
 
@@ -125,18 +127,6 @@ class RealRouters:
             for name in self.engines:
                 view.update(self._status(self.engines[name]))
         return view
-
-    def _change(self, summary: Summary, request: Request, chain: PrefixChain, job: Job) -> None:
-        """Checkpoints that came and went with a job; every block up to 64 is one, and every second after."""
-        keys = dict(zip(request.blocks, chain.keys, strict=False))
-        for block in reversed(job.removed):
-            if (key := self._keys.pop((summary.worker, block), None)) is not None:
-                summary.remove(key)
-        depths = {request.blocks[depth - 1] for depth in checkpoints(len(chain.keys), BLOCK_TOKENS).tolist()}
-        for block in job.added:
-            if block in depths:
-                key = self._keys[summary.worker, block] = int.from_bytes(keys[block], "little")
-                summary.add(key)
 
     def _status(self, engine: Engine) -> WorkerStatus:
         settings = self._world.settings
