@@ -1,7 +1,7 @@
 """How other routers choose, by their public descriptions, each as a rule over what one router knows.
 
-The fields of a rule are the constants that its original lets an operator choose; `GRIDS` has values to try, as many
-for each rule, and the defaults are the best of them on the first quarter of the Mooncake conversation trace.
+The fields of a rule are its constants. policies.py has values to try for them, as many for each rule; the defaults are
+the best of those on the first quarter of the Mooncake conversation trace, at the settings of docs/simulator.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 from cluster.simulate.knowledge import Knowledge
 from cluster.simulate.trace import BLOCK_TOKENS, Request
-
 
 PLACES = 256
 """Places of a worker on the ring of consistent hashing."""
@@ -79,8 +78,8 @@ class CacheAware:
     """SGLang's cache-aware rule. Out of balance by `absolute` requests and by a factor of `relative`: the shortest
     queue. Else the longest match, if it is more than `threshold` of the prompt, else the least loaded."""
 
-    threshold: float = 0.3
-    absolute: int = 64
+    threshold: float = 0.5
+    absolute: int = 3
     relative: float = 1.5
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
@@ -100,7 +99,7 @@ class Overlap:
     """Dynamo's cost rule at temperature 0: `weight` times the prefill blocks that a worker would have, less those that
     it has cached, plus the blocks of what runs there."""
 
-    weight: float = 1.0
+    weight: float = 16.0
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
         """The least cost."""
@@ -115,8 +114,8 @@ class Product:
     """LMetric: missing prompt tokens times the batch. `tokens` says whether those of the requests that wait count, and
     `alone` what an empty batch counts for."""
 
-    tokens: Literal["own", "queued"] = "own"
-    alone: float = 1.0
+    tokens: Literal["own", "queued"] = "queued"
+    alone: float = 4.0
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
         """The least product."""

@@ -42,7 +42,9 @@ def simulate(
         bool, typer.Option("--tune", help="find the constants of other routers' rules on the trace's first quarter")
     ] = False,
     seed: Annotated[int, typer.Option(help="the result is a function of it and of everything else here")] = 0,
-    png: Annotated[Path | None, typer.Option(help="draw hit rate against p90 into this file (needs matplotlib)")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="draw hit rate against p90 into this file (needs matplotlib)")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     check: Annotated[
         bool, typer.Option("--assert", help="exit 1 unless something was checked and every check holds")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.bench.report import Check, Figures, Report
 from cluster.errors import UserError
@@ -38,13 +39,11 @@ def compare(
             if tuned and name in PEERS:
                 choices = len(BASELINES[name].choices)
                 task = progress.add_task(f"{name}, constants", total=choices)
-                constants, mean = tune(trace, settings, BASELINES[name], lambda task=task: progress.advance(task))
+                constants, mean = tune(trace, settings, BASELINES[name], partial(progress.advance, task))
                 values = ", ".join(f"{key} {value}" for key, value in constants.items())
                 notes.append(f"{name}: {values}: best of {choices} on the first quarter (mean {mean:.3f} s)")
             task = progress.add_task(name, total=len(trace))
-            outcome = simulate(
-                trace, settings, made(name, constants), lambda done, task=task: progress.update(task, completed=done)
-            )
+            outcome = simulate(trace, settings, made(name, constants), partial(_reach, progress, task))
             progress.update(task, completed=len(trace))
             results[name] = outcome.figures()
     return Report(about | asdict(settings) | {"cut_off": sorted(settings.cut_off)}, results, checks(results), notes)
@@ -66,6 +65,10 @@ def checks(results: dict[str, Figures]) -> list[Check]:
         best = min(one["mean"] for one in peers)
         found.append(Check("mean time, times that of the best peer", ours["mean"] / best, "x", 0.9, False))
     return found
+
+
+def _reach(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, completed=done)
 
 
 def _progress() -> Progress:

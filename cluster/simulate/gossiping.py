@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from random import Random
 
-from cluster.simulate.headwater import INCARNATION, RealRouters
-from cluster.simulate.run import World
-from router.route import Ticket
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, WORKER, Address, Member, Notice
 from transfer.gossip.protocol import Gossip, Send
+
+from cluster.simulate.headwater import INCARNATION, RealRouters
+from cluster.simulate.run import World
+from router.route import Ticket
 
 WIRE_S = 0.005
 """From one node to another."""
@@ -23,11 +24,11 @@ class Gossiping(RealRouters):
 
     def __init__(self, world: World) -> None:
         settings = world.settings
-        super().__init__(world, settings.routers)
+        config = _config(settings.staleness_s, settings.capacity)
+        super().__init__(world, settings.routers, config.silent_s)
         self._random = world.random
         self._wire_s = WIRE_S if settings.staleness_s else 0.0
         self._cut_off = frozenset(f"r{number}" for number in settings.cut_off)
-        config = _config(settings.staleness_s, settings.capacity)
         names = [*(f"r{number}" for number in range(settings.routers)), *self.engines]
         self._addresses: dict[str, Address] = {name: (f"10.0.{n >> 8}.{n & 255}", 7000) for n, name in enumerate(names)}
         self._names = {address: name for name, address in self._addresses.items()}
@@ -57,9 +58,7 @@ class Gossiping(RealRouters):
         seeds = list(self._addresses.values())
         if number is not None:
             return Gossip(me, config, KEY, random, replicas=self.replicas[number], seeds=seeds)
-        return Gossip(
-            me, config, KEY, random, summary=self.summaries[name], load=lambda: self.load(name), seeds=seeds
-        )
+        return Gossip(me, config, KEY, random, summary=self.summaries[name], load=lambda: self.load(name), seeds=seeds)
 
     def _tick(self, name: str) -> None:
         loop = self._world.loop
@@ -93,8 +92,9 @@ class Gossiping(RealRouters):
 
 
 def _config(staleness_s: float, capacity: int) -> GossipConfig:
+    """The default settings but for the rhythm of updates. What counts as silence goes by it."""
+    default = GossipConfig(keys_per_worker=capacity)
     if not staleness_s:
-        return GossipConfig(keys_per_worker=capacity, update_changes=1)
-    interval = {"update_interval_s": staleness_s}
-    slowest = staleness_s + GossipConfig().relay_interval_s
-    return GossipConfig(keys_per_worker=capacity, **interval, silent_s=max(0.8, 3 * slowest))
+        return default.model_copy(update={"update_changes": 1})
+    factor = max(1.0, staleness_s / default.update_interval_s)
+    return default.model_copy(update={"update_interval_s": staleness_s, "silent_s": factor * default.silent_s})

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
+from transfer.gossip.replicas import Replicas
+from transfer.gossip.summary import Load, Summary
+from workers.kv.journal import Journal
+
 from cluster.simulate.engine import SALT, Engine, Job
 from cluster.simulate.run import Choice, World
 from cluster.simulate.trace import BLOCK_TOKENS, Request
 from router.config import RouterConfig
 from router.route import Router, Ticket
 from router.view import BOTH, View
-from transfer.gossip.replicas import Replicas
-from transfer.gossip.summary import Load, Summary
 from transfer.messages import CacheStats, Plan, Speeds, TransferStats, WorkerStatus
 from transfer.prefix import PrefixChain, root_key
-from workers.kv.journal import Journal
 
 MODEL = "simulated"
 ROOT = root_key(MODEL, tenant=SALT)
@@ -35,10 +36,11 @@ class _Asked:
 
 
 class RealRouters:
-    """What both of Headwater's policies have in common: `count` routers over views of the simulated workers. A subclass
-    brings the views what they are to know, by `publish` and `announce`."""
+    """What both of Headwater's policies have in common: `count` routers over views of the simulated workers, where one
+    that is silent for `silent_s` gets nothing. A subclass brings the views what they are to know, by `publish` and
+    `announce`."""
 
-    def __init__(self, world: World, count: int) -> None:
+    def __init__(self, world: World, count: int, silent_s: float) -> None:
         settings = world.settings
         self._world = world
         self.engines = {engine.name: engine for engine in world.engines}
@@ -50,7 +52,7 @@ class RealRouters:
             engine.radix.watch(self._journals[name])
         self._asked: dict[int, _Asked] = {}
         self.replicas = [Replicas(settings.capacity) for _ in range(count)]
-        self.views = [self._view(replicas, count) for replicas in self.replicas]
+        self.views = [self._view(replicas, count, silent_s) for replicas in self.replicas]
         self._routers = [
             Router(view, RouterConfig(), f"r{number}", Random(world.random.random()))
             for number, view in enumerate(self.views)
@@ -119,9 +121,9 @@ class RealRouters:
             accepted=tuple(self._accepted[worker].items()),
         )
 
-    def _view(self, replicas: Replicas, routers: int) -> View:
+    def _view(self, replicas: Replicas, routers: int, silent_s: float) -> View:
         settings = self._world.settings
-        view = View([(name, BOTH) for name in self.engines], self._world.loop.clock, replicas)
+        view = View([(name, BOTH) for name in self.engines], self._world.loop.clock, replicas, silent_s)
         view.routers = routers
         if settings.block_copy_s is not None:
             for name in self.engines:
@@ -161,7 +163,7 @@ class Exact(RealRouters):
     """One router that knows everything at once."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world, 1)
+        super().__init__(world, 1, 4 * HEARTBEAT_S)
 
     def start(self) -> None:
         """A router gives nothing to a worker that is silent."""

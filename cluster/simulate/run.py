@@ -11,7 +11,7 @@ import numpy as np
 
 from cluster.simulate.engine import Engine, Job, Loan
 from cluster.simulate.loop import Loop
-from cluster.simulate.trace import BLOCK_TOKENS, Request
+from cluster.simulate.trace import Request
 
 CANDIDATES = 3
 """Workers that a request is offered to; the last of them takes it."""
@@ -110,7 +110,7 @@ class Outcome:
 
     def hit_rate(self, chosen: np.ndarray | slice = slice(None)) -> float:
         """The share of blocks, of all requests or of some, that did not have to be computed."""
-        return float(self.cached[chosen].sum() / self.blocks[chosen].sum())
+        return float(self.cached[chosen].sum() / max(1, self.blocks[chosen].sum()))
 
     def figures(self) -> Figures:
         """Block hit rate; mean and quantiles of the seconds until a prompt is computed; the busiest worker's time as a

@@ -10,9 +10,9 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from cluster.errors import UserError
 
@@ -62,9 +62,7 @@ def read(file: Path, speed: float = 1.0, raw_timestamps: bool = False) -> list[R
     times = stamps if raw_timestamps else spread(stamps)
     numbers: dict[tuple[int, int], int] = {}
     return [
-        Request(
-            number, (time - first) / 1000 / speed, line.tokens, line.output, _numbered(numbers, line.ids)
-        )
+        Request(number, (time - first) / 1000 / speed, line.tokens, line.output, _numbered(numbers, line.ids))
         for number, (time, line) in enumerate(zip(times, lines, strict=True))
     ]
 
@@ -73,12 +71,10 @@ def spread(stamps: Sequence[float]) -> list[float]:
     """The k-th of n equal stamps becomes stamp + k/n of the way to the next one; the last stamp's way is as long as
     that before it."""
     counts = [(stamp, len(list(group))) for stamp, group in groupby(stamps)]
-    gaps = [after - stamp for (stamp, _), (after, _) in zip(counts, counts[1:], strict=False)]
+    gaps = [after - stamp for (stamp, _), (after, _) in pairwise(counts)]
     gaps.append(gaps[-1] if gaps else 0.0)
     return [
-        stamp + place / count * gap
-        for (stamp, count), gap in zip(counts, gaps, strict=True)
-        for place in range(count)
+        stamp + place / count * gap for (stamp, count), gap in zip(counts, gaps, strict=True) for place in range(count)
     ]
 
 
@@ -93,16 +89,17 @@ def _numbered(numbers: dict[tuple[int, int], int], ids: tuple[int, ...]) -> tupl
 
 
 def _parse(file: Path, number: int, line: bytes) -> _Line:
+    where = f"--trace {file}, line {number}"
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError):
-        raise UserError(f"--trace {file}, line {number}: not a JSON object: {_short(line.decode(errors='replace'))}") from None
+        entry = None
     if not isinstance(entry, dict):
-        raise UserError(f"--trace {file}, line {number}: not a JSON object: {_short(entry)}")
+        raise UserError(f"{where}: not a JSON object: {_short(line.decode(errors='replace'))}")
 
     def wrong(field: str, wanted: str) -> UserError:
-        value = _short(entry[field]) if field in entry else "missing"
-        return UserError(f"--trace {file}, line {number}: {field}: {value}: must be {wanted}")
+        value = _short(json.dumps(entry[field])) if field in entry else "missing"
+        return UserError(f"{where}: {field}: {value}: must be {wanted}")
 
     timestamp, ids = entry.get("timestamp"), entry.get("hash_ids")
     if not _number(timestamp) or not 0 <= timestamp < math.inf:
@@ -116,14 +113,12 @@ def _parse(file: Path, number: int, line: bytes) -> _Line:
     # Some writers leave out a last block that is not full.
     if not tokens // BLOCK_TOKENS <= len(ids) <= -(-tokens // BLOCK_TOKENS):
         blocks = -(-tokens // BLOCK_TOKENS)
-        raise UserError(
-            f"--trace {file}, line {number}: hash_ids: {len(ids)} of them: must be {blocks}, "
-            f"one for each {BLOCK_TOKENS} tokens of input_length {tokens}"
-        )
+        wanted = f"{blocks}, one for each {BLOCK_TOKENS} tokens of input_length {tokens}"
+        raise UserError(f"{where}: hash_ids: {len(ids)} of them: must be {wanted}")
     return _Line(float(timestamp), tokens, entry["output_length"], tuple(ids))
 
 
-def _number(value: Any) -> bool:
+def _number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -131,6 +126,5 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
+def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
