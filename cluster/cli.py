@@ -20,6 +20,7 @@ from cluster.bench.cli import app as bench_app
 from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.errors import UserError
 from cluster.signals import interruptible, on_signals
+from cluster.simulate.cli import simulate
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving on Ray."
@@ -27,6 +28,7 @@ app = typer.Typer(
 model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
 app.add_typer(model_app, name="model")
 app.add_typer(bench_app, name="bench")
+app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 PING_TIMEOUT_S = 30.0

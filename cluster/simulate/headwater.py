@@ -1,0 +1,187 @@
+"""Headwater's own routers. Router, view, summaries and gossip are the real ones, over simulated workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from transfer.gossip.replicas import Replicas
+from transfer.gossip.summary import Load, Summary
+from workers.kv.journal import Journal
+
+from cluster.simulate.engine import SALT, Engine, Job
+from cluster.simulate.run import Choice, World
+from cluster.simulate.trace import BLOCK_TOKENS, Request
+from router.config import RouterConfig
+from router.route import Router, Ticket
+from router.view import BOTH, View
+from transfer.messages import CacheStats, Plan, Speeds, TransferStats, WorkerStatus
+from transfer.prefix import PrefixChain, root_key
+
+MODEL = "simulated"
+ROOT = root_key(MODEL, tenant=SALT)
+INCARNATION = 1
+HEARTBEAT_S = 0.25
+SOON_S = 1e-6
+"""Handing over is not simulated; 0 would mean that nobody has measured it."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request's keys, its latest plan, and what the router counts for it."""
+
+    chain: PrefixChain
+    plan: Plan | None = None
+    ticket: Ticket | None = None
+
+
+class RealRouters:
+    """What both of Headwater's policies have in common: `count` routers over views of the simulated workers, where one
+    that is silent for `silent_s` gets nothing. A subclass brings the views what they are to know, by `publish` and
+    `announce`."""
+
+    def __init__(self, world: World, count: int, silent_s: float) -> None:
+        settings = world.settings
+        self._world = world
+        self.engines = {engine.name: engine for engine in world.engines}
+        self._numbers = {engine.name: number for number, engine in enumerate(world.engines)}
+        self._accepted: dict[str, dict[str, int]] = {name: {} for name in self.engines}
+        self.summaries = {name: Summary(name, INCARNATION, settings.capacity) for name in self.engines}
+        self._journals = {name: Journal(MODEL) for name in self.engines}
+        for name, engine in self.engines.items():
+            engine.radix.watch(self._journals[name])
+        self._asked: dict[int, _Asked] = {}
+        self.replicas = [Replicas(settings.capacity) for _ in range(count)]
+        self.views = [self._view(replicas, count, silent_s) for replicas in self.replicas]
+        self._routers = [
+            Router(view, RouterConfig(), f"r{number}", Random(world.random.random()))
+            for number, view in enumerate(self.views)
+        ]
+        self._decodes = settings.decode
+
+    def choose(self, router: int, request: Request, refused: frozenset[int]) -> Choice:
+        """As the router plans."""
+        asked = self._asked.get(request.number)
+        if asked is None:
+            asked = self._asked[request.number] = _Asked(PrefixChain.of(ROOT, request.prompt, BLOCK_TOKENS))
+        avoid = frozenset(self._world.engines[number].name for number in refused)
+        plan = asked.plan = self._routers[router].plan(asked.chain, request.tokens, self._decodes, avoid)
+        wait_s = plan.queued_tokens / self.engines[plan.prefill].rate
+        if plan.fetch is None:
+            return Choice(self._numbers[plan.prefill], wait_s)
+        source, blocks = self._numbers[plan.fetch.worker], plan.fetch.tokens // BLOCK_TOKENS
+        return Choice(self._numbers[plan.prefill], wait_s, source, blocks)
+
+    def busy(self, router: int, worker: int, wait_s: float) -> None:
+        """The router learns how long the queue is."""
+        engine = self._world.engines[worker]
+        self.views[router].queue_is(engine.name, round(wait_s * engine.rate))
+
+    def placed(self, router: int, request: Request, worker: int, job: Job) -> None:
+        """The router counts the request, and the worker's summary changes."""
+        asked = self._asked[request.number]
+        assert asked.plan is not None
+        engine, ours = self._world.engines[worker], self._routers[router]
+        if job.cached * BLOCK_TOKENS < asked.plan.cached:
+            ours.lacks(engine.name, asked.chain, job.cached * BLOCK_TOKENS)
+        asked.ticket = ours.dispatch(asked.plan, asked.chain, request.tokens)
+        self._accepted[engine.name][ours.name] = asked.ticket.number
+        self._journals[engine.name].read(self.summaries[engine.name])
+        self.announce(router, engine.name, asked.ticket)
+        self.publish(engine.name)
+
+    def computed(self, router: int, request: Request, worker: int, job: Job) -> None:
+        """The gateway gets the first token."""
+        ticket = self._asked[request.number].ticket
+        assert ticket is not None
+        ticket.computed()
+
+    def ended(self, router: int, request: Request, worker: int, job: Job) -> None:
+        """The gateway gets the end."""
+        ticket = self._asked.pop(request.number).ticket
+        assert ticket is not None
+        ticket.close()
+
+    def announce(self, router: int, worker: str, ticket: Ticket) -> None:
+        """Tell other routers of a dispatch."""
+        raise NotImplementedError
+
+    def publish(self, worker: str) -> None:
+        """A worker's summary or load has changed."""
+        raise NotImplementedError
+
+    def load(self, worker: str) -> Load:
+        """What a worker says of itself."""
+        engine = self.engines[worker]
+        return Load(
+            queued_tokens=round(engine.wait * engine.rate),
+            running=engine.running,
+            prompt_tokens_s=engine.rate,
+            free_blocks=engine.free_blocks,
+            accepted=tuple(self._accepted[worker].items()),
+        )
+
+    def _view(self, replicas: Replicas, routers: int, silent_s: float) -> View:
+        settings = self._world.settings
+        view = View([(name, BOTH) for name in self.engines], self._world.loop.clock, replicas, silent_s)
+        view.routers = routers
+        if settings.block_copy_s is not None:
+            for name in self.engines:
+                view.update(self._status(self.engines[name]))
+        return view
+
+    def _status(self, engine: Engine) -> WorkerStatus:
+        settings = self._world.settings
+        assert settings.block_copy_s is not None
+        bytes_s = settings.kv_bytes_per_token * BLOCK_TOKENS / settings.block_copy_s
+        return WorkerStatus(
+            name=engine.name,
+            role=BOTH,
+            node="",
+            pid=0,
+            state="ready",
+            model=MODEL,
+            incarnation=INCARNATION,
+            running=0,
+            waiting=0,
+            prefix_cache=True,
+            blocks={},
+            fragmentation=0.0,
+            cache=CacheStats(),
+            transfer=TransferStats(),
+            speeds=Speeds(engine.rate, SOON_S, bytes_s),
+            token_bytes=settings.kv_bytes_per_token,
+            resident_bytes=0,
+            block_size=BLOCK_TOKENS,
+            max_model_len=0,
+            vocab_size=0,
+            fingerprint=MODEL,
+        )
+
+
+class Exact(RealRouters):
+    """One router that knows everything at once."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, 1, 4 * HEARTBEAT_S)
+
+    def start(self) -> None:
+        """A router gives nothing to a worker that is silent."""
+        for worker in self.engines:
+            self.publish(worker)
+        self._world.loop.after(HEARTBEAT_S, self.start)
+
+    def choose(self, router: int, request: Request, refused: frozenset[int]) -> Choice:
+        """The one router's choice; nobody refuses it."""
+        return replace(super().choose(0, request, refused), wait_s=None)
+
+    def placed(self, router: int, request: Request, worker: int, job: Job) -> None:
+        """The one router knows."""
+        super().placed(0, request, worker, job)
+
+    def announce(self, router: int, worker: str, ticket: Ticket) -> None:
+        """There is no other router."""
+
+    def publish(self, worker: str) -> None:
+        """Nothing is in between."""
+        self.replicas[0].apply(self.summaries[worker].update(self.load(worker)), self._world.loop.now)
