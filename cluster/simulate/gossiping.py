@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from random import Random
 
-from transfer.gossip.config import GossipConfig
-from transfer.gossip.frames import ROUTER, WORKER, Address, Member, Notice
-from transfer.gossip.protocol import Gossip, Send
-
 from cluster.simulate.headwater import INCARNATION, RealRouters
 from cluster.simulate.run import World
 from router.route import Ticket
+from transfer.gossip.config import GossipConfig
+from transfer.gossip.frames import ROUTER, WORKER, Address, Member, Notice
+from transfer.gossip.protocol import Gossip, Send
 
 WIRE_S = 0.005
 """From one node to another."""

@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from random import Random
 
-from transfer.gossip.replicas import Replicas
-from transfer.gossip.summary import Load, Summary
-from workers.kv.journal import Journal
-
 from cluster.simulate.engine import SALT, Engine, Job
 from cluster.simulate.run import Choice, World
 from cluster.simulate.trace import BLOCK_TOKENS, Request
 from router.config import RouterConfig
 from router.route import Router, Ticket
 from router.view import BOTH, View
+from transfer.gossip.replicas import Replicas
+from transfer.gossip.summary import Load, Summary
 from transfer.messages import CacheStats, Plan, Speeds, TransferStats, WorkerStatus
 from transfer.prefix import PrefixChain, root_key
+from workers.kv.journal import Journal
 
 MODEL = "simulated"
 ROOT = root_key(MODEL, tenant=SALT)

@@ -1,13 +1,11 @@
 """Several workers and gateways on Ray, with real gossip between them: prompts land where their prefix is."""
 
-import asyncio
 import random
 import time
 from pathlib import Path
 
 import httpx
 import pytest
-import ray
 
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance, statuses

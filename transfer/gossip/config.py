@@ -17,7 +17,7 @@ class GossipConfig(BaseModel):
         None, description="secret that all nodes of a cluster share, 16 bytes or more; default: a new one at each start"
     )
     host: str | None = Field(
-        None, description="numeric address that a node is reached under; default: that of its machine in the Ray cluster"
+        None, description="numeric address of each node; default: that of its machine in the Ray cluster"
     )
     keys_per_worker: int = Field(6250, ge=1, le=50_000, description="most prefix keys that a worker publishes")
     update_interval_s: float = Field(0.25, gt=0, description="how often a worker reports its load and changes, seconds")

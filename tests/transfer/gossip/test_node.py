@@ -203,6 +203,4 @@ async def test_a_port_that_is_taken_is_an_error() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            await GossipNode.start(
-                "w0", WORKER, incarnation=1, config=config(KEY), port=other.getsockname()[1]
-            )
+            await GossipNode.start("w0", WORKER, incarnation=1, config=config(KEY), port=other.getsockname()[1])
