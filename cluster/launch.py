@@ -226,23 +226,26 @@ class Cluster:
         return config.model_copy(update={"threads": config.threads or self._cores})
 
     def _start_gateways(self) -> None:
-        config = self.config.gateway
-        for name, port in zip(self.config.gateways, config.ports, strict=True):
-            self._actors[name] = (
-                ray.remote(Gateway)
-                .options(name=name, namespace=self._name, num_cpus=0, max_concurrency=MAX_CONCURRENCY)
-                .remote(
-                    name,
-                    self.config.workers,
-                    self._model,
-                    config.model_copy(update={"port": port}),
-                    self.config.router,
-                    self.gossip,
-                    RayDirectory(self._name),
-                    telemetry.setup,
-                )
-            )
+        for name, port in zip(self.config.gateways, self.config.gateway.ports, strict=True):
+            self._actors[name] = self._gateway(name, port)
         self.ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
+
+    def _gateway(self, name: str, port: int) -> Any:
+        options = {"name": name, "namespace": self._name, "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+        return (
+            ray.remote(Gateway)
+            .options(**options)
+            .remote(
+                name,
+                self.config.workers,
+                self._model,
+                self.config.gateway.model_copy(update={"port": port}),
+                self.config.router,
+                self.gossip,
+                RayDirectory(self._name),
+                telemetry.setup,
+            )
+        )
 
 
 def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:

@@ -33,7 +33,7 @@ DEEPEST, HOMES, RANDOM = 8, 4, 2
 NEAR = 1.02
 NEAR_S = 0.002
 """Costs that differ by this factor and time are the same."""
-HEAT_KEYS, HEAT_HALF_LIFE_S = 256, 10.0
+HEAT_KEYS, HEAT_HALF_LIFE_S = 256, 3.0
 HOT_SHARE = 0.5
 """Of what a worker can compute: a prefix that is asked for more than that is hot."""
 SLACK_REQUESTS = 8
@@ -139,7 +139,7 @@ class Router:
         here = self._reach(ask, decode)
         seconds = handed_over(prefill, way, ask.now), local(decode, here, ask.now)
         why |= {"missing": {prefill.name: way.missing, decode.name: here.missing}}
-        why |= {"seconds": {prefill.name: seconds[0], decode.name: seconds[1]}}
+        why |= {"seconds": {prefill.name: round(seconds[0], 4), decode.name: round(seconds[1], 4)}}
         if here.missing <= most and seconds[1] <= seconds[0]:
             return self._planned(decode, None, here, int(decode.queue(ask.now)), tokens, most, why)
         return self._planned(prefill, decode, way, queued, tokens, None, why)
@@ -203,8 +203,9 @@ class Router:
         shares = self._heat.shares(anchor, ask.now) if homes > 1 else {}
         chosen = min(near, key=lambda one: (place.get(one.name, FEW) // homes, shares.get(one.name, 0.0)))
         way = costs[chosen.name][1]
-        why: dict[str, object] = {"home": order[0], "homes": homes, "anchor": index, "wait": chosen.wait_s(ask.now)}
-        why |= {"missing": way.missing, "seconds": way.seconds, "cost": costs[chosen.name][0], "candidates": len(costs)}
+        why: dict[str, object] = {"home": order[0], "homes": homes, "anchor": index, "candidates": len(costs)}
+        seconds = {"wait": chosen.wait_s(ask.now), "seconds": way.seconds, "cost": costs[chosen.name][0]}
+        why |= {"missing": way.missing, **{name: round(value, 4) for name, value in seconds.items()}}
         return chosen, way, why
 
     def _anchor(self, ladder: Ladder, now: float) -> tuple[int, int]:

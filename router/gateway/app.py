@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,6 +24,10 @@ from router.gateway.service import Job, Piece, Service
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED = 499
 """Status, in metrics only, of a request whose client left (as nginx counts it)."""
+PLAN_HEADER = "x-headwater-plan"
+"""With it in a request, the response has one, too: the plans that were made for its prompts, as JSON."""
+MAX_PLANS = 16
+"""Prompts whose plans are shown: clients limit the size of headers."""
 T = TypeVar("T")
 Pieces = AsyncGenerator[Piece, None]
 
@@ -148,16 +154,23 @@ async def _respond(request: Request, service: Service, jobs: list[Job], answer: 
     if not stream:
         body = await _unless_gone(request, _closing(answer.whole(pieces), pieces))
         _count(request, "ok")
-        return JSONResponse(body)
+        return JSONResponse(body, headers=_plans(request, jobs))
     # Headers wait for the first token, so that an early failure still gets its proper status.
     try:
         first = await _unless_gone(request, anext(pieces))
     except BaseException:
         await pieces.aclose()
         raise
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_plans(request, jobs)}
     events = _counted(request, answer.stream(first, pieces), pieces)
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+def _plans(request: Request, jobs: list[Job]) -> dict[str, str]:
+    if PLAN_HEADER not in request.headers:
+        return {}
+    plans = [[asdict(plan) for plan in job.prompt.plans] for job in jobs[:MAX_PLANS]]
+    return {PLAN_HEADER: json.dumps(plans)}
 
 
 async def _closing(work: Awaitable[T], pieces: Pieces) -> T:

@@ -13,7 +13,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
+from opentelemetry import trace
+
 from router.config import GatewayConfig, RouterConfig
+from router.gateway import metrics
 from router.gateway.errors import failed, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import DECODE
@@ -27,7 +30,8 @@ ABORT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt with its prefix keys, and how it is to be served (see `Request`)."""
+    """A tokenized prompt with its prefix keys, and how it is to be served (see `Request`). `plans` are those that were
+    made for it, the last one is carried out."""
 
     tokens: bytes
     chain: PrefixChain
@@ -35,6 +39,7 @@ class Prompt:
     keep_s: float = 0.0
     tenant: str = ""
     salt: bytes = b""
+    plans: list[Plan] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +171,6 @@ class Dispatcher:
             tenant=prompt.tenant,
         )
         plan, avoid = self._plan(prompt, request, avoid)
-        _log.debug("request %s: %s", request.request_id, plan)
         attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request))
         self._attempts[request.request_id] = attempt
         self._spawn(self._run(attempt, prompt, avoid))
@@ -245,15 +249,19 @@ class Dispatcher:
         """Count a plan, here and at the other routers."""
         ticket = self._router.dispatch(plan, prompt.chain, request.prompt_tokens)
         self._notify(plan.prefill, ticket.number, ticket.tokens)
+        _log.debug("request %s: %s", request.request_id, plan)
+        prompt.plans.append(plan)
+        trace.get_current_span().add_event("headwater.plan", {"request_id": request.request_id, "plan": repr(plan)})
         return ticket
 
     def _computed(self, attempt: _Attempt, chain: PrefixChain, cached: int) -> None:
         """The first token has come: the prompt is computed, and `cached` says how much of it did not have to be."""
         attempt.begun = True
+        plan = attempt.plan
+        metrics.prediction_error.record(abs(plan.cached - cached))
+        if cached < plan.cached:
+            self._router.lacks(plan.fetch.worker if plan.fetch else plan.prefill, chain, cached)
         attempt.ticket.computed()
-        source = attempt.plan.fetch
-        if source is not None and cached < source.tokens:
-            self._router.lacks(source.worker, chain, cached)
 
     async def _ordered(self, attempt: _Attempt, deadline: float) -> AsyncGenerator[Delta, None]:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""

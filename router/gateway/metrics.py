@@ -17,6 +17,12 @@ output_tokens = _meter.create_counter("headwater_output_tokens", description="to
 first_token = _meter.create_histogram(
     "headwater_time_to_first_token", unit="s", description="from the request's arrival to its first token"
 )
+prediction_error = _meter.create_histogram(
+    "headwater_router_prediction_error_tokens",
+    unit="{token}",
+    description="difference between the prompt tokens that a plan took to be cached and those that were",
+    explicit_bucket_boundaries_advisory=[0, 16, 64, 256, 1024, 4096, 16384],
+)
 duration = _meter.create_histogram("headwater_request_duration", unit="s", description="from arrival to the end")
 
 

@@ -1,20 +1,27 @@
 """Several workers and gateways on Ray, with real gossip between them: prompts land where their prefix is."""
 
+import asyncio
+import json
 import random
 import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+import ray
 
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance, statuses
 from tests.cluster.conftest import Launch
+from tests.cluster.faulty_worker import restart
 from tests.cluster.test_failures import VOCABULARY
 
 MODEL = "tiny-llama"
 PROMPT = 320
 GOSSIP_S = 0.8
+"""In which what a worker holds has reached every router."""
+ASK_PLAN = {"x-headwater-plan": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -27,23 +34,99 @@ def words(seed: int, count: int = PROMPT) -> list[int]:
     return [draw.randrange(VOCABULARY) for _ in range(count)]
 
 
-def ask(url: str, prompt: list[int]) -> int:
-    """Tokens of the prompt that were cached."""
-    wanted = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=wanted, timeout=60)
+def body(prompt: list[int]) -> dict[str, object]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+def ask(url: str, prompt: list[int]) -> tuple[int, str]:
+    """Tokens of the prompt that were cached, and the worker that computed the others."""
+    answer = httpx.post(f"{url}/v1/completions", json=body(prompt), headers=ASK_PLAN, timeout=60)
     assert answer.status_code == 200, answer.text
-    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    ((*_, plan),) = json.loads(answer.headers["x-headwater-plan"])
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]), plan["prefill"]
+
+
+def cached(url: str, prompts: list[list[int]]) -> float:
+    """The share of prompts of which almost all was cached."""
+    return sum(ask(url, prompt)[0] >= PROMPT - 32 for prompt in prompts) / len(prompts)
 
 
 def test_repeated_prompts_land_where_the_cache_is_through_either_gateway(wide: Cluster) -> None:
     prompts = [words(seed) for seed in range(40)]
-    for number, prompt in enumerate(prompts):
-        ask(wide.urls[number % 2], prompt)
+    first = [ask(wide.urls[number % 2], prompt)[1] for number, prompt in enumerate(prompts)]
+    assert len(set(first)) == 4
     time.sleep(GOSSIP_S)
     # Each through the gateway that it has not been through.
-    cached = [ask(wide.urls[1 - number % 2], prompt) for number, prompt in enumerate(prompts)]
-    hits = sum(tokens >= PROMPT - 32 for tokens in cached)
-    assert hits >= 0.95 * len(prompts)
-    used = {one.name for one in statuses(wide) if one.role == "prefill" and one.cache.requests}
-    assert len(used) == 4
+    assert cached(wide.urls[1], prompts[::2]) >= 0.95
+    assert cached(wide.urls[0], prompts[1::2]) >= 0.95
     assert_balance(wide)
+
+
+def test_a_gateway_that_starts_late_knows_what_was_cached_before(wide: Cluster) -> None:
+    prompts = [words(100 + seed) for seed in range(20)]
+    for prompt in prompts:
+        ask(wide.urls[0], prompt)
+    ray.kill(wide.gateways[1])
+    port = wide.ports[1]
+    actor = wide._gateway("gateway-2", port)  # its name is known to nobody
+    try:
+        assert ray.get(actor.start.remote(wide._seeds), timeout=60) == port
+        time.sleep(GOSSIP_S)
+        assert cached(wide.urls[1], prompts) >= 0.95
+    finally:
+        ray.kill(actor)
+        wide._actors["gateway-1"] = wide._gateway("gateway-1", port)
+        ray.get(wide._actors["gateway-1"].start.remote(wide._seeds), timeout=60)
+
+
+def test_a_killed_worker_gets_nothing_after_a_second_and_comes_back_with_nothing(wide: Cluster) -> None:
+    prompts = [words(200 + seed) for seed in range(24)]
+    placed = [ask(wide.urls[number % 2], prompt)[1] for number, prompt in enumerate(prompts)]
+    victim = placed[0]
+    theirs = [prompt for prompt, worker in zip(prompts, placed, strict=True) if worker == victim]
+    time.sleep(GOSSIP_S)
+    ray.kill(wide.worker(victim))
+    time.sleep(1.0)
+    for url in wide.urls:
+        assert victim not in {ask(url, prompt)[1] for prompt in theirs}
+    restart(wide, [victim])
+    time.sleep(1.0)
+    (again,) = (one for one in statuses(wide) if one.name == victim)
+    assert again.cache.prompt_tokens == 0
+    for url in wide.urls:
+        # What it held is elsewhere now, and what is new finds it.
+        assert cached(url, theirs) >= 0.95
+        assert victim in {ask(url, words(random.randrange(10**9)))[1] for _ in range(30)}
+    assert_balance(wide)
+
+
+def spread(cluster: Cluster, prompt: list[int], requests: int) -> Counter[str]:
+    """By worker, how many of many equal requests at once it got."""
+
+    async def one(client: httpx.AsyncClient, number: int) -> str:
+        url = cluster.urls[number % len(cluster.urls)]
+        answer = await client.post(f"{url}/v1/completions", json=body(prompt), headers=ASK_PLAN)
+        assert answer.status_code == 200, answer.text
+        ((*_, plan),) = json.loads(answer.headers["x-headwater-plan"])
+        return str(plan["prefill"])
+
+    async def all_at_once() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(requests)))
+
+    return Counter(asyncio.run(all_at_once()))
+
+
+def test_one_hot_prompt_does_not_go_to_one_worker(wide: Cluster) -> None:
+    placed = spread(wide, words(300), 200)
+    assert max(placed.values()) <= 1.3 * 200 / 4
+    assert_balance(wide)
+
+
+@pytest.mark.long
+def test_one_hot_prompt_of_500_over_8_workers(launch: Launch, tiny: Path) -> None:
+    cluster = launch(tiny, worker__kv_memory="24MiB", prefill__replicas=8, decode__replicas=1)
+    placed = spread(cluster, words(301), 500)
+    assert max(placed.values()) <= 1.3 * 500 / 8
+    assert_balance(cluster)
