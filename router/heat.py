@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 
+MANY = 8
+"""Prompts under a key from which on the other routers are taken to get as many."""
+
+
 @dataclass(slots=True)
 class _Entry:
     tokens: float
+    prompts: float
     at: float
     shares: dict[str, float] = field(default_factory=dict)
 
@@ -27,17 +32,21 @@ class Heat:
         self._half_life_s = half_life_s
         self._entries: dict[bytes, _Entry] = {}
 
-    def rate(self, key: bytes, now: float) -> float:
-        """Prompt tokens a second under a key."""
+    def rate(self, key: bytes, routers: int, now: float) -> float:
+        """Prompt tokens a second under a key, at all of so many routers."""
         entry = self._entries.get(key)
-        return self._left(entry, now) * math.log(2) / self._half_life_s if entry else 0.0
+        if entry is None:
+            return 0.0
+        decay = self._decay(entry, now)
+        everywhere = routers if entry.prompts * decay >= MANY else 1
+        return everywhere * entry.tokens * decay * math.log(2) / self._half_life_s
 
-    def anchor(self, keys: Sequence[bytes], most: float, now: float) -> tuple[int, float]:
+    def anchor(self, keys: Sequence[bytes], most: float, routers: int, now: float) -> tuple[int, float]:
         """The shallowest of a prompt's keys that is not hotter than `most` tokens a second, or the deepest there is;
         and its rate."""
         rate = 0.0
         for index, key in enumerate(keys):
-            rate = self.rate(key, now)
+            rate = self.rate(key, routers, now)
             if rate <= most:
                 return index, rate
         return len(keys) - 1, rate
@@ -47,7 +56,7 @@ class Heat:
         entry = self._entries.get(key)
         if entry is None:
             return {}
-        decay = self._left(entry, now) / entry.tokens if entry.tokens else 0.0
+        decay = self._decay(entry, now)
         return {worker: tokens * decay for worker, tokens in entry.shares.items()}
 
     def add(self, keys: Sequence[bytes], tokens: int, worker: str, now: float) -> None:
@@ -56,11 +65,14 @@ class Heat:
         for key in keys:
             shares = self.shares(key, now)
             shares[worker] = shares.get(worker, 0.0) + tokens
-            left = self._left(self._entries[key], now) if key in self._entries else 0.0
-            self._entries[key] = _Entry(left + tokens, now, shares)
+            entry = self._entries.get(key, _Entry(0.0, 0.0, now))
+            decay = self._decay(entry, now)
+            self._entries[key] = _Entry(entry.tokens * decay + tokens, entry.prompts * decay + 1, now, shares)
         if len(self._entries) > 2 * self._size:
-            hottest = nlargest(self._size, self._entries.items(), key=lambda item: self._left(item[1], now))
+            hottest = nlargest(
+                self._size, self._entries.items(), key=lambda item: item[1].tokens * self._decay(item[1], now)
+            )
             self._entries = dict(hottest)
 
-    def _left(self, entry: _Entry, now: float) -> float:
-        return entry.tokens * 0.5 ** ((now - entry.at) / self._half_life_s)
+    def _decay(self, entry: _Entry, now: float) -> float:
+        return float(0.5 ** ((now - entry.at) / self._half_life_s))

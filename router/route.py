@@ -37,7 +37,7 @@ HEAT_KEYS, HEAT_HALF_LIFE_S = 256, 3.0
 HOT_SHARE = 0.5
 """Of what a worker can compute: a prefix that is asked for more than that is hot."""
 SLACK_REQUESTS = 8
-"""A worker may have so many prompts more under way than the mean, divided among the routers."""
+"""A worker may have so many prompts more under way than the mean."""
 SLACK_ANSWERS = 2
 """A decode worker may have so many answers more under way than the mean, to one whose prompt it holds."""
 SOON_S = 2.0
@@ -209,10 +209,9 @@ class Router:
         return chosen, way, why
 
     def _anchor(self, ladder: Ladder, now: float) -> tuple[int, int]:
-        """Which of a prompt's keys decides its home, and how many homes it has. Prompts are taken to arrive at all
-        routers alike."""
-        hot = HOT_SHARE * self.view.able(PREFILL, BOTH).prompt_tokens_s / self.view.routers
-        index, rate = self._heat.anchor(ladder.keys, hot, now)
+        """Which of a prompt's keys decides its home, and how many homes it has."""
+        hot = HOT_SHARE * self.view.able(PREFILL, BOTH).prompt_tokens_s
+        index, rate = self._heat.anchor(ladder.keys, hot, self.view.routers, now)
         return max(0, index), max(1, math.ceil(rate / hot))
 
     def _candidates(self, ask: _Ask, able: dict[str, WorkerView], order: list[str]) -> list[WorkerView]:
@@ -235,7 +234,7 @@ class Router:
         wait = crowd.wait_s
         count = (self.view.computing + crowd.noticed + 1) / len(crowd.workers)
         longest = max(bound * wait, wait + self._config.load_slack_s)
-        most = max(bound * count, count + SLACK_REQUESTS / self.view.routers)
+        most = max(bound * count, count + SLACK_REQUESTS)
         return [worker for worker in candidates if worker.wait_s(now) <= longest and worker.in_flight + 1 <= most]
 
     def _cost(self, ask: _Ask, worker: WorkerView) -> tuple[float, Reach]:

@@ -64,8 +64,6 @@ class RayDirectory:
             # The network failed, not the actor: it may still be at work.
             raise PeerTimeout(f"{name}.{method}: {error}") from error
         except (*_DEAD, ValueError) as error:
-            # The name may belong to a new life of the actor by now: look it up again next time.
-            self._handles.pop(name, None)
             raise PeerDead(f"{name}.{method}: {type(error).__name__}") from error
         except RayError as error:
             raise PeerError(f"{name}.{method}: {error}") from error
@@ -73,6 +71,18 @@ class RayDirectory:
     async def _call(self, name: str, method: str, args: tuple[Any, ...]) -> Any:
         handle = self._handles.get(name)
         if handle is None:
-            handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
-            self._handles[name] = handle
-        return await getattr(handle, method).remote(*args)
+            handle = await self._look_up(name)
+        try:
+            return await getattr(handle, method).remote(*args)
+        except _DEAD:
+            # The name may belong to a new life of the actor by now, which has every right to be asked.
+            self._handles.pop(name, None)
+            again = await self._look_up(name)
+            if again == handle:
+                self._handles.pop(name, None)
+                raise
+            return await getattr(again, method).remote(*args)
+
+    async def _look_up(self, name: str) -> Any:
+        self._handles[name] = handle = await asyncio.to_thread(ray.get_actor, name, self._namespace)
+        return handle

@@ -173,7 +173,7 @@ class Dispatcher:
         plan, avoid = self._plan(prompt, request, avoid)
         attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request))
         self._attempts[request.request_id] = attempt
-        self._spawn(self._run(attempt, prompt, avoid))
+        self._spawn(self._carry_out(attempt, prompt, avoid))
         return attempt
 
     def _plan(self, prompt: Prompt, request: Request, avoid: frozenset[str]) -> tuple[Plan, frozenset[str]]:
@@ -189,6 +189,14 @@ class Dispatcher:
             except NoWorkers as error:
                 reason = str(error)
         raise unavailable(reason)
+
+    async def _carry_out(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
+        """Whatever goes wrong, who waits for the answer hears of it."""
+        try:
+            await self._run(attempt, prompt, avoid)
+        except Exception as error:
+            attempt.queue.put_nowait(AttemptFailed(f"internal error: {error!r}", attempt.workers))
+            raise
 
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
         """Call prefill workers until one takes the request, and watch over its part."""

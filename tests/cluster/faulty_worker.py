@@ -32,7 +32,6 @@ from transfer.messages import (
     Request,
     Reservation,
     Reserve,
-    Source,
     TransferStats,
     decode,
 )
@@ -263,11 +262,9 @@ class FaultyWorker(Worker):
             ends.append("a transfer")
         return ends
 
-    async def generate(
-        self, request: Request, decode: str | None, fetch: Source | None = None, new_tokens: int | None = None
-    ) -> Outcome:
+    async def generate(self, *arguments: Any) -> Outcome:
         self._faults.strikes("generate")
-        return await super().generate(request, decode, fetch, new_tokens)
+        return await super().generate(*arguments)
 
     async def reserve(self, reserve: Reserve) -> Reservation | Outcome:
         self._faults.strikes("reserve")
@@ -319,7 +316,7 @@ def listener(cluster: Cluster) -> Any:
     return ray.remote(Listener).options(**options).remote()
 
 
-def restart(cluster: Cluster, names: Sequence[str]) -> None:
+def restart(cluster: Cluster, names: Sequence[str], kind: type[Worker] = FaultyWorker) -> None:
     """Start the next lives of workers whose processes have been killed, under their names."""
     config, ready = cluster.config, []
     for name in names:
@@ -328,7 +325,7 @@ def restart(cluster: Cluster, names: Sequence[str]) -> None:
         while _known(cluster, name):
             assert time.monotonic() < until, f"{name} is still there"
             time.sleep(0.02)
-        actor = ray.remote(FaultyWorker).options(
+        actor = ray.remote(kind).options(
             name=name,
             namespace=cluster._name,
             num_cpus=0,

@@ -16,6 +16,7 @@ from tests.cluster.checks import assert_balance, statuses
 from tests.cluster.conftest import Launch
 from tests.cluster.faulty_worker import restart
 from tests.cluster.test_failures import VOCABULARY
+from workers.actor import Worker
 
 MODEL = "tiny-llama"
 PROMPT = 320
@@ -89,7 +90,7 @@ def test_a_killed_worker_gets_nothing_after_a_second_and_comes_back_with_nothing
     time.sleep(1.0)
     for url in wide.urls:
         assert victim not in {ask(url, prompt)[1] for prompt in theirs}
-    restart(wide, [victim])
+    restart(wide, [victim], Worker)
     time.sleep(1.0)
     (again,) = (one for one in statuses(wide) if one.name == victim)
     assert again.cache.prompt_tokens == 0
