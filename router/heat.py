@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-
 MANY = 8
 """Prompts under a key from which on the other routers are taken to get as many."""
 

@@ -23,7 +23,7 @@ from transfer.prefix import PrefixChain
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 PROMPT_TOKENS_S = 1000.0
 """Speed of a worker while none has measured it."""
-ALIKE = 0.75
+ALIKE = 0.5
 """Workers whose measured speeds do not differ by more than this factor from what is typical are taken to be equally
 fast. Measurements are never equal, and on an idle cluster the one that seems fastest would get everything."""
 REFRESH_S = 0.05

@@ -19,16 +19,23 @@ class SpeedMeter:
     """Running means. Steps are told by the engine thread, hand-overs by the asyncio thread."""
 
     def __init__(self) -> None:
-        self.prompt_tokens_s = 0.0
+        self._prompts = 0.0, 0.0
         self._handover_s = 0.0
         self._bytes_s = 0.0
         self._sent = (0, 0.0)
 
     def step(self, works: Iterable[Work], seconds: float) -> None:
-        """A step has been computed."""
+        """A step has been computed. Called by the engine thread."""
         tokens = sum(work.count for work in works if work.count > 1)
         if tokens >= MIN_TOKENS:
-            self.prompt_tokens_s = _mean(self.prompt_tokens_s, tokens / seconds)
+            before, took = self._prompts
+            self._prompts = before * (1 - WEIGHT) + tokens, took * (1 - WEIGHT) + seconds
+
+    @property
+    def prompt_tokens_s(self) -> float:
+        """Prompt tokens a second lately: by tokens, not by steps, because short steps are slower."""
+        tokens, seconds = self._prompts
+        return tokens / seconds if seconds else 0.0
 
     def handed_over(self, seconds: float) -> None:
         """A hand-over was complete, so long after its first token."""
