@@ -185,14 +185,16 @@ class Outcome:
     """How a worker's part of a request ended.
 
     `status`: "done" (it answered the whole request), "handed off" (a decode worker goes on), "busy" (its queue is at
-    the bound, or longer than the caller believed; `queued` requests and `queued_tokens` prompt tokens are in it),
-    "aborted", "stale" (what the caller believes of it is not so), or "failed" with the reason in `error`.
+    the bound, or longer than the caller believed; `queued` requests and `queued_tokens` prompt tokens are in it; or
+    that of the decode worker `worker` is), "aborted", "stale" (what the caller believes of it is not so), or "failed"
+    with the reason in `error`.
     """
 
     status: str
     queued: int = 0
     error: str | None = None
     queued_tokens: int = 0
+    worker: str = ""
 
 
 @dataclass(slots=True)

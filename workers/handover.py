@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from transfer.channel import SendFailed, Sent
 from transfer.config import TransferConfig
@@ -138,7 +139,7 @@ class HandOver:
         if isinstance(event, Sent):
             return Outcome("handed off")
         if job.refused is not None:
-            return job.refused
+            return replace(job.refused, worker=decode)
         if event.reason == "aborted":
             await self._abort(decode, job.id)
             return Outcome("aborted", error=event.reason)

@@ -52,11 +52,12 @@ class Output:
 
 
 class AttemptFailed(Exception):
-    """A worker failed under the request; another plan may succeed."""
+    """A worker failed under the request, or is too busy for it; another plan may succeed."""
 
-    def __init__(self, reason: str, workers: frozenset[str]) -> None:
+    def __init__(self, reason: str, workers: frozenset[str], busy: bool = False) -> None:
         super().__init__(reason)
         self.workers = workers
+        self.busy = busy
 
 
 @dataclass(slots=True)
@@ -149,6 +150,8 @@ class Dispatcher:
                 except AttemptFailed as error:
                     _log.warning("request %s: %s", attempt.request.request_id, error)
                     avoid |= error.workers
+                    if not left and error.busy:
+                        raise overloaded(str(error)) from None
                     if not left:
                         raise failed(f"the request could not be completed: {error}") from None
                 finally:
@@ -200,7 +203,7 @@ class Dispatcher:
 
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
         """Call prefill workers until one takes the request, and watch over its part."""
-        request = attempt.request
+        request, failing = attempt.request, avoid
         left, local_tokens = self._router_config.candidates, None
         while True:
             plan = attempt.plan
@@ -231,17 +234,27 @@ class Dispatcher:
                 # Not a candidate that was busy: it was wrong to ask, and no decode worker is asked so again.
                 self._router.lacks(name, prompt.chain, 0)
                 local_tokens = 0
-            elif outcome.status == "busy":
+            elif outcome.status != "busy":
+                return
+            elif outcome.worker:
+                # The decode worker. This request's transfer is over, so another one is for another attempt.
+                full = f"{outcome.worker} is busy with {outcome.queued} requests queued"
+                attempt.queue.put_nowait(AttemptFailed(full, frozenset([outcome.worker]), busy=True))
+                return
+            else:
                 left, avoid = left - 1, avoid | {name}
                 self._router.view.queue_is(name, outcome.queued_tokens)
-            else:
-                return
             attempt.ticket.close()
-            if not left or not self._again(attempt, prompt, avoid, local_tokens):
-                busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
-                lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
-                attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)
-                return
+            if left and self._again(attempt, prompt, avoid, local_tokens):
+                continue
+            if left and outcome.status == "busy":
+                left = 1  # nobody else is there: whoever is the least busy takes it, unless it cannot
+                if self._again(attempt, prompt, failing, local_tokens):
+                    continue
+            busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
+            lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
+            attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)
+            return
 
     def _again(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str], local_tokens: int | None) -> bool:
         """Plan for other workers; False when there are none."""

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from router.config import GatewayConfig, RouterConfig
-from router.gateway.dispatch import Dispatcher, Prompt
+from router.gateway.dispatch import Dispatcher, Output, Prompt
+from router.gateway.errors import ApiError
 from router.route import Router
 from router.view import Ladder, View
 from transfer.messages import Delta, Outcome, SamplingParams, pack_tokens
@@ -130,3 +131,72 @@ async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> Non
     assert (held.there("prefill-0"), held.there("decode-0")) == (0, 0)
     held = view.holdings(Ladder.of(prompt.chain))
     assert (held.there("prefill-0"), held.there("decode-0")) == (16, 16)
+
+
+class Busy(Forgetful):
+    """A directory in which whoever is in `full` is busy, and all others are if the router believes them idle."""
+
+    def __init__(self, *full: str) -> None:
+        super().__init__()
+        self._full = full
+        self.limits: list[int | None] = []
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        assert self.dispatcher is not None
+        if method != "generate":
+            return None
+        request, decode, _, _, dispatch = args
+        self.asked.append((name, decode))
+        self.limits.append(dispatch.most_queued)
+        if name in self._full:
+            return Outcome("busy", queued=9, queued_tokens=5000)
+        if decode in self._full:
+            return Outcome("busy", queued=7, worker=decode)
+        if dispatch.most_queued is not None and dispatch.most_queued < 5000:
+            return Outcome("busy", queued_tokens=5000)
+        self.dispatcher.deliver([Delta(request.request_id, 0, (7, 8), 0, "length")])
+        return Outcome("handed off")
+
+
+async def busy(directory: Busy, prefill: int, decode: int) -> list[Output]:
+    roles = (("prefill", prefill), ("decode", decode))
+    view = View([(f"{role}-{number}", role) for role, count in roles for number in range(count)])
+    config = RouterConfig(local_tokens=0)
+    router = Router(view, config)
+    directory.dispatcher = Dispatcher("g", router, directory, config, GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(100))
+    prompt = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16))
+    try:
+        return [output async for output in directory.dispatcher.generate(prompt, SamplingParams(2))]
+    finally:
+        await asyncio.sleep(0)
+        assert all(one.in_flight == one.sent.tokens == one.decodes == 0 for one in view.workers.values())
+
+
+async def test_the_last_candidate_takes_what_is_more_than_was_believed() -> None:
+    directory = Busy()
+    assert [output.tokens for output in await busy(directory, 4, 1)] == [(7, 8)]
+    assert len({name for name, _ in directory.asked}) == 3
+    assert [limit is None for limit in directory.limits] == [False, False, True]
+
+
+async def test_the_only_candidate_is_asked_again_without_a_condition() -> None:
+    directory = Busy()
+    assert [output.tokens for output in await busy(directory, 1, 1)] == [(7, 8)]
+    assert [limit is None for limit in directory.limits] == [False, True]
+
+
+async def test_when_all_are_full_the_client_is_told_so() -> None:
+    with pytest.raises(ApiError, match="every candidate is busy; the last had 9 requests queued") as error:
+        await busy(Busy("prefill-0", "prefill-1"), 2, 1)
+    assert error.value.status == 429
+
+
+async def test_a_decode_worker_that_is_full_is_avoided_and_not_the_prefill_worker() -> None:
+    directory = Busy("decode-0", "decode-1")
+    with pytest.raises(ApiError, match=r"decode-\d is busy with 7 requests queued") as error:
+        await busy(directory, 1, 2)
+    assert error.value.status == 429
+    directory = Busy("decode-0", "decode-1")
+    assert [output.tokens for output in await busy(directory, 1, 3)] == [(7, 8)]
+    assert directory.asked[-1] == ("prefill-0", "decode-2")
