@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+import numpy as np
+
 KEY_BYTES = 8
 
 
@@ -19,6 +21,17 @@ def root_key(model: str, adapter: str = "", tenant: bytes = b"") -> bytes:
     for tag, value in ((b"model", model.encode()), (b"adapter", adapter.encode()), (b"tenant", tenant)):
         digest.update(tag + len(value).to_bytes(4, "little") + value)
     return digest.digest()
+
+
+def block_keys(parent: bytes, tokens: bytes, step: int) -> list[bytes]:
+    """The keys of packed `tokens` in blocks of `step` bytes, behind the prefix with the key `parent`; a last partial
+    block has none."""
+    keys = []
+    blake2b = hashlib.blake2b  # a prompt has hundreds of blocks
+    for start in range(0, len(tokens) - step + 1, step):
+        parent = blake2b(tokens[start : start + step], digest_size=KEY_BYTES, key=parent).digest()
+        keys.append(parent)
+    return keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +49,13 @@ class PrefixChain:
 
     def extended(self, tokens: bytes) -> PrefixChain:
         """The chain of packed `tokens` that begin with those of this chain."""
-        keys, step = list(self.keys), self.block_size * 4
-        for start in range(len(keys) * step, len(tokens) - step + 1, step):
-            key = keys[-1] if keys else self.root
-            keys.append(hashlib.blake2b(tokens[start : start + step], digest_size=KEY_BYTES, key=key).digest())
-        return PrefixChain(self.root, tuple(keys), self.block_size)
+        step = self.block_size * 4
+        more = block_keys(self.anchor(len(self.keys)), tokens[len(self.keys) * step :], step)
+        return PrefixChain(self.root, (*self.keys, *more), self.block_size)
+
+    def numbers(self, depths: np.ndarray) -> np.ndarray:
+        """The keys of the prefixes of `depths` blocks (each at least 1) as uint64, as summaries have them."""
+        return np.frombuffer(b"".join(self.keys), "<u8")[depths - 1]
 
     def anchor(self, depth: int) -> bytes:
         """The key that stands for the prompt's beginning: the one of block number `depth` or the deepest there is."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import given
 
 from transfer.messages import pack_tokens
@@ -81,6 +82,17 @@ def test_keys_never_change() -> None:
     """Workers of two versions, and blocks on disk, depend on it."""
     assert ROOT.hex() == "5bb5f168dc2fc406"
     assert chain([1, 2, 3, 4]).keys[0].hex() == "c8ba3bb80c4329be"
+
+
+def test_keys_as_numbers() -> None:
+    one = chain(list(range(12)))
+    assert one.numbers(np.array([1, 3])).tolist() == [int.from_bytes(one.keys[i], "little") for i in (0, 2)]
+    assert chain([1]).numbers(np.array([], np.int32)).tolist() == []
+
+
+@given(tokens, tokens)
+def test_a_chain_goes_on_where_it_ended(one: list[int], more: list[int]) -> None:
+    assert chain(one).extended(pack_tokens(one + more)) == chain(one + more)
 
 
 def test_the_anchor() -> None:

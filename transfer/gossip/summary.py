@@ -115,7 +115,7 @@ class Summary:
 
     def add(self, key: int, tier: int = DEVICE) -> None:
         """The worker has a prefix, or has it in another tier than before."""
-        if key not in self._keys and (key in self._waiting or len(self._keys) >= self._limit):
+        if key not in self._keys and len(self._keys) >= self._limit:
             self._waiting[key] = tier
         elif self._keys.get(key) != tier:
             self._keys[key] = tier

@@ -3,7 +3,7 @@
 One row a worker: an open-addressed hash table of 64-bit keys with linear probing, at most half full, from which keys
 are deleted by shifting back (Knuth, vol. 3, 6.4, algorithm R), so that it never fills up with tombstones. A row of its
 own for each worker keeps what one worker says from slowing down or displacing what others say. numba compiles the loops
-at their first call and files the result; only a process with a router imports this module.
+when this module is imported, which only a process with a router does, and files the result.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from transfer.gossip.summary import digest
 
@@ -100,16 +100,28 @@ class SummaryTable:
         return keys[row % _CHUNK], tiers[row % _CHUNK]
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
-    """`function` compiled by numba, from its cache. All that they call is in this file, whose time stamp the cache
-    compares. Where numba finds no directory that can be written, it compiles in every process."""
-    try:
-        return njit(cache=True, nogil=True)(function)
-    except RuntimeError:
-        return njit(nogil=True)(function)
+_KEY, _TIER, _COUNT = types.uint64, types.uint8, types.int64
+_ROW, _ROWS, _TIERS = _KEY[::1], _KEY[:, ::1], _TIER[::1]
+# Read-only arrays, which views of messages are, have a type of their own, into which others are converted.
+_KEYS, _NEW_TIERS = (types.Array(kind, 1, "C", readonly=True) for kind in (_KEY, _TIER))
 
 
-@_compiled
+def _compiled(*signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function for one signature, (result, arguments), or take it from numba's cache. All that it calls is in
+    this file, whose time stamp the cache compares. Where numba finds no directory that can be written, it compiles in
+    every process."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        result, *arguments = signature
+        try:
+            return njit(result(*arguments), cache=True)(function)
+        except RuntimeError:
+            return njit(result(*arguments))(function)
+
+    return compiled
+
+
+@_compiled(_KEY, _KEY)
 def _mixed(key):  # type: ignore[no-untyped-def]
     """As `summary.mixed`."""
     key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -117,19 +129,19 @@ def _mixed(key):  # type: ignore[no-untyped-def]
     return key ^ (key >> np.uint64(31))
 
 
-@_compiled
+@_compiled(_KEY, _KEY, _TIER)
 def _weight(key, tier):  # type: ignore[no-untyped-def]
     return _mixed(key) * (np.uint64(2) * np.uint64(tier) + np.uint64(1))
 
 
-@_compiled
+@_compiled(_COUNT, _KEY, _COUNT)
 def _home(key, mask):  # type: ignore[no-untyped-def]
     """Where a key would be if no other were in its way: keys that somebody chose do not cluster."""
     spread = key * _SPREAD
     return np.int64((spread >> np.uint64(32)) & np.uint64(mask))
 
 
-@_compiled
+@_compiled(_COUNT, _ROW, _KEY)
 def _slot(table, key):  # type: ignore[no-untyped-def]
     """Where a key is, or the free slot where it would go."""
     mask = len(table) - 1
@@ -139,7 +151,7 @@ def _slot(table, key):  # type: ignore[no-untyped-def]
     return slot
 
 
-@_compiled
+@_compiled(types.Tuple((_COUNT, _COUNT, _KEY)), _ROW, _TIERS, _KEYS, _NEW_TIERS, _COUNT)
 def _add(table, tiers, keys, new_tiers, room):  # type: ignore[no-untyped-def]
     grown, new = np.uint64(0), 0
     for index in range(len(keys)):
@@ -159,7 +171,7 @@ def _add(table, tiers, keys, new_tiers, room):  # type: ignore[no-untyped-def]
     return len(keys), new, grown
 
 
-@_compiled
+@_compiled(types.Tuple((_COUNT, _KEY)), _ROW, _TIERS, _KEYS)
 def _remove(table, tiers, keys):  # type: ignore[no-untyped-def]
     mask = len(table) - 1
     grown, gone = np.uint64(0), 0
@@ -180,7 +192,7 @@ def _remove(table, tiers, keys):  # type: ignore[no-untyped-def]
     return gone, grown
 
 
-@_compiled
+@_compiled(types.void, _ROWS, _KEYS, types.int32[::1])
 def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
     for row in range(len(found)):
         table = tables[row]

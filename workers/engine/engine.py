@@ -27,6 +27,7 @@ from workers.engine.layerwise import LayerWatch, cuts
 from workers.engine.model import Model, context_length
 from workers.engine.sampler import NO_TOKEN, sample
 from workers.kv.cache import KVCache
+from workers.kv.journal import Journal
 from workers.kv.memory import KVMemory
 from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
@@ -285,6 +286,13 @@ class Engine:
             self.run(self.plan().works)
         self.cache.clear()
         self.cache.stats = CacheStats()
+
+    def watch(self) -> Journal:
+        """A journal of which prefixes are cached from now on, while nothing is: after `warm_up`, before any request.
+        Somebody has to read it."""
+        journal = Journal(self.memory.layout.fingerprint)
+        self.cache.watch(journal)
+        return journal
 
     def _new(self, request: Request, hand_off: bool) -> Sequence:
         """Raises ValueError, before anything is allocated, for what can never run here."""

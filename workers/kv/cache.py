@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from transfer.messages import CacheStats
 from workers.kv.policies import POLICIES
 from workers.kv.pool import CACHED, QUARANTINED, BlockPool
-from workers.kv.radix import TOKEN_BYTES, Match, Partial, RadixCache
+from workers.kv.radix import TOKEN_BYTES, Match, Partial, RadixCache, Watcher
 from workers.sequence import Sequence
 
 GROWTH_BLOCKS = 4
@@ -39,6 +39,10 @@ class KVCache:
         self.reuse = reuse
         self._copy = copy
         self._clock = clock
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` which prefixes are cached; see `RadixCache.watch`."""
+        self.radix.watch(watcher)
 
     @property
     def available(self) -> int:

@@ -4,6 +4,9 @@ A radix tree over whole blocks (after SGLang's RadixAttention): an edge holds a 
 splits only at block boundaries. Children are found by the exact tokens of their first block, so a hash can never
 vouch for a block. Each salt has a tree of its own. The tree knows block ids and tokens; ownership is the pool's.
 
+A `Watcher` is told which prefixes come and go. For it, every node keeps the chain keys of its blocks (see
+transfer/prefix.py); without one nothing is hashed.
+
 Below whole blocks there is `Partial`: the cached block that begins most like what is wanted, for copying. A `tail` is
 a leaf of one block that is not full; it is only ever found that way.
 """
@@ -15,30 +18,50 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 from sortedcontainers import SortedList
 
+from transfer.gossip.ladder import between
+from transfer.prefix import KEY_BYTES, block_keys
 from workers.kv.policies import Policy
 
 TOKEN_BYTES = 4
 
 
+class Watcher(Protocol):
+    """Who is told, with '<u8' chain keys as numbers, which checkpoints (see transfer/gossip/ladder.py) the tree has.
+    What is had after each call is closed under prefix. Called by the thread that changes the tree."""
+
+    def root(self, salt: bytes) -> bytes:
+        """The key that a salt's chains begin with."""
+
+    def came(self, keys: list[int]) -> None:
+        """These are cached from now on, ancestors first."""
+
+    def went(self, keys: list[int]) -> None:
+        """These are not any more, descendants first."""
+
+
 class Node:
-    """An edge of whole blocks. `pins` counts live references to this node or to anything below it. `order` has the keys
-    of `children`, sorted, where there are several. Evicted after everything of a lower `priority`, and before its time
-    `keep_until` only when nothing else is left."""
+    """An edge of whole blocks, behind the first `start` blocks of its prefix. `keys` are its chain keys, 8 bytes a
+    block, where there is a watcher; of a root the one to start from. `pins` counts live references to this node or to
+    anything below it. `order` has the keys of `children`, sorted, where there are several. Evicted after everything of
+    a lower `priority`, and before its time `keep_until` only when nothing else is left."""
 
     __slots__ = (
         "blocks",
         "children",
         "created",
         "keep_until",
+        "keys",
         "last_use",
         "order",
         "parent",
         "pins",
         "previous_use",
         "priority",
+        "start",
         "tokens",
         "uses",
     )
@@ -47,6 +70,8 @@ class Node:
         self.parent = parent
         self.tokens = tokens
         self.blocks = blocks
+        self.start: int = parent.start + len(parent.blocks) if parent else 0
+        self.keys = b""
         self.children: dict[bytes, Node] = _NO_CHILDREN
         self.order: SortedList | None = None
         self.pins = 0
@@ -94,8 +119,10 @@ class RadixCache:
 
     def __init__(self, block_size: int, policy: Policy, clock: Callable[[], float]) -> None:
         self._step = block_size * TOKEN_BYTES
+        self._block_size = block_size
         self._policy = policy
         self._clock = clock
+        self._watcher: Watcher | None = None
         self._roots: dict[bytes, Node] = {}
         self._uses = count(1)
         self._serial = count()
@@ -104,6 +131,12 @@ class RadixCache:
         self._kept: list[tuple[float, int, Node]] = []
         self.cached = 0
         self.pinned = 0
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell `watcher` of everything from now on. Raises ValueError where something is cached already."""
+        if self.cached:
+            raise ValueError("a tree can be watched only from its beginning")
+        self._watcher = watcher
 
     @property
     def evictable(self) -> int:
@@ -156,6 +189,7 @@ class RadixCache:
             node.blocks.extend(adopted)
             self.cached += len(adopted)
             self.pinned += len(adopted)
+            self._came(node, len(node.blocks) - len(adopted))
         elif adopted:
             node = self._grow(salt, match.node, tokens[known * self._step :], adopted)
             superseded = self._supersede(match.partial, node)
@@ -222,6 +256,7 @@ class RadixCache:
             keep = len(node.blocks) - take
             freed.extend(node.blocks[keep:])
             self.cached -= take
+            self._went(node, keep)
             if keep:
                 node.blocks, node.tokens = node.blocks[:keep], node.tokens[: keep * self._step]
                 self._offer(node)
@@ -286,12 +321,15 @@ class RadixCache:
     ) -> Node:
         if parent.parent is None:
             self._roots[salt] = parent
+            if self._watcher is not None and not parent.keys:
+                parent.keys = self._watcher.root(salt)
         node = Node(parent, tokens, array("i", blocks))
         node.priority, node.keep_until = priority, keep_until
         self._use(node)
         node.created = node.last_use
         self._adopt(parent, node)
         self.cached += len(blocks)
+        self._came(node, 0)
         self._offer(node)
         return node
 
@@ -325,6 +363,8 @@ class RadixCache:
         self._use(upper)
         upper.created, upper.uses = node.created, node.uses
         upper.last_use, upper.previous_use = node.last_use, node.previous_use
+        upper.keys, node.keys = node.keys[: blocks * KEY_BYTES], node.keys[blocks * KEY_BYTES :]
+        node.start += blocks
         node.parent, node.tokens, node.blocks = upper, node.tokens[cut:], node.blocks[blocks:]
         self._adopt(upper, node)
         self._adopt(parent, upper)
@@ -347,6 +387,35 @@ class RadixCache:
         """A salt nobody uses any more leaves nothing behind. A root keeps its salt where an edge has its tokens."""
         if node.parent is None and not node.children and not node.pins and self._roots.get(node.tokens) is node:
             del self._roots[node.tokens]
+
+    # --- the watcher --------------------------------------------------------------------------------------------
+
+    def _came(self, node: Node, known: int) -> None:
+        """A node has more than its first `known` blocks now. A tail has no key."""
+        if self._watcher is None:
+            return
+        above = node if known else node.parent
+        assert above is not None
+        new = block_keys(above.keys[-KEY_BYTES:], node.tokens[known * self._step :], self._step)
+        node.keys += b"".join(new)
+        if keys := self._checkpoints(node, known):
+            self._watcher.came(keys)
+
+    def _went(self, node: Node, keep: int) -> None:
+        """A node loses all but its first `keep` blocks."""
+        if self._watcher is None:
+            return
+        keys = self._checkpoints(node, keep)
+        node.keys = node.keys[: keep * KEY_BYTES]
+        if keys:
+            self._watcher.went(keys[::-1])
+
+    def _checkpoints(self, node: Node, first: int) -> list[int]:
+        """Keys of the checkpoints among a node's blocks from number `first` on."""
+        start = node.start
+        ends = between(start + first, start + len(node.keys) // KEY_BYTES, self._block_size)
+        packed = (node.keys[(end - start - 1) * KEY_BYTES : (end - start) * KEY_BYTES] for end in ends)
+        return [int.from_bytes(key, "little") for key in packed]
 
     # --- eviction -----------------------------------------------------------------------------------------------
 

@@ -114,7 +114,7 @@ class Machine(RuleBasedStateMachine):
         replicas, name = self.routers[router], update.worker
         self.now += 1
         life, seq, _ = replicas.state(name)
-        past = self.newest[router][name]
+        past, before = self.newest[router][name], (replicas.heard(name), replicas.load(name))
         done = replicas.apply(update, self.now)
         if update.incarnation < past[0] or (life, seq) >= (update.incarnation, update.seq):
             expected = Applied.OLD
@@ -127,6 +127,8 @@ class Machine(RuleBasedStateMachine):
         if (update.incarnation, update.seq) > past:
             assert replicas.heard(name) == self.now
             assert replicas.load(name) == update.load
+        elif before[0] is not None:
+            assert (replicas.heard(name), replicas.load(name)) == before, "old news of the load"
 
     def heard(self, router: int, name: str, incarnation: int, seq: int) -> None:
         self.newest[router][name] = max(self.newest[router][name], (incarnation, seq))
@@ -150,7 +152,7 @@ class Machine(RuleBasedStateMachine):
             }
 
 
-Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
 TestReplicas = Machine.TestCase
 
 
@@ -166,6 +168,33 @@ def test_a_wrong_digest_drops_the_copy_and_a_snapshot_brings_it_back() -> None:
     assert replicas.apply(update, 3.0) is Applied.GAP
     assert replicas.apply(summary.snapshot(IDLE), 4.0) is Applied.APPLIED
     assert set(keys_of(replicas, "w")) == {1, 2, 3}
+
+
+def test_an_update_from_an_earlier_state_is_a_gap() -> None:
+    """It says what has changed since then, not since now."""
+    summary, replicas = summary_of([1, 2]), Replicas(CAP)
+    for _ in range(3):
+        replicas.apply(summary.update(IDLE), 1.0)
+    summary.add(3)
+    update = summary.update(IDLE)
+    assert replicas.apply(replace(update, base=2), 2.0) is Applied.GAP
+    assert (replicas.state("w")[1], set(keys_of(replicas, "w"))) == (3, {1, 2})
+    assert replicas.apply(update, 3.0) is Applied.APPLIED
+
+
+def test_a_repair_brings_what_came_went_and_moved() -> None:
+    summary, replicas = summary_of([1, 2, 3]), Replicas(CAP)
+    replicas.apply(summary.update(IDLE), 1.0)
+    for key in (1, 2):
+        summary.remove(key)
+    summary.add(3, HOST)
+    summary.add(4)
+    summary.update(IDLE)
+    summary.update(IDLE)
+    assert replicas.mend(summary.repair(replicas.buckets("w"), Load(3)), 2.0) is Applied.APPLIED
+    assert keys_of(replicas, "w") == {3: HOST, 4: 0}
+    assert replicas.state("w") == (1, 3, summary.digest)
+    assert replicas.load("w") == Load(3)
 
 
 def test_a_lying_repair_changes_nothing() -> None:

@@ -64,7 +64,7 @@ class Machine(RuleBasedStateMachine):
         self.held: dict[int, int] = {}
         self.log: list[Update] = []
 
-    @rule(path=st.lists(st.integers(0, 2), max_size=4), tier=tiers)
+    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=4), tier=tiers)
     def insert(self, path: list[int], tier: int) -> None:
         for depth in range(len(path) + 1):
             key = key_of(tuple(path[:depth]))
@@ -165,7 +165,7 @@ def arrays(state: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(state), np.uint64), np.array(list(state.values()), np.uint8)
 
 
-Machine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestSummary = Machine.TestCase
 
 
