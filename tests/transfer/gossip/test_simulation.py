@@ -8,6 +8,7 @@ import pytest
 from tests.transfer.gossip.cluster import KEY, Cluster
 from transfer.gossip.frames import ROUTER, WORKER, News, Opener
 from transfer.gossip.membership import Down, Up
+from transfer.gossip.spread import homes
 
 
 def started(seed: int, routers: int = 3, workers: int = 8, settle: float = 8.0) -> Cluster:
@@ -40,7 +41,7 @@ def until_equal(cluster: Cluster, most: float) -> float:
     return cluster.now - start
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_after_any_disorder_every_router_has_what_every_worker_has(seed: int) -> None:
     cluster = started(seed)
     draw, network = cluster.draw, cluster.network
@@ -79,7 +80,7 @@ def test_after_any_disorder_every_router_has_what_every_worker_has(seed: int) ->
     assert not cluster.differences()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss", [0.0, 0.1])
 def test_a_partition_of_half_a_minute_heals_in_five_seconds(seed: int, loss: float) -> None:
     cluster = started(seed, routers=4, workers=20)
@@ -138,7 +139,7 @@ def test_a_router_that_dies_takes_no_worker_from_the_others(lost: str) -> None:
 def test_pauses_and_loss_are_no_deaths() -> None:
     cluster = started(4, routers=3, workers=27)
     cluster.network.loss = 0.05
-    for _ in range(120):
+    for _ in range(60):
         for node in cluster.draw.sample(list(cluster.nodes.values()), 2):
             node.paused_until = cluster.now + 1.0
         change(cluster)
@@ -252,3 +253,18 @@ def test_an_entry_is_passed_on_once() -> None:
     cluster.run(10.0)
     assert len(passed) > 10 * 3 * 12 * 3
     assert max(passed.values()) == 1
+
+
+def test_a_router_that_hears_neither_worker_nor_its_homes_has_it_from_others() -> None:
+    cluster = started(14, routers=5)
+    routers = [(node.gossip.me, False) for node in cluster.routers.values()]
+    cut = {"w0", *(home.name for home in homes("w0", routers))}
+    lonely = next(name for name in cluster.routers if name not in cut)
+    cluster.network.divided = lambda a, b: (a in cut and b == lonely) or (b in cut and a == lonely)
+    for _ in range(20):
+        change(cluster)
+        cluster.run(1.0)
+        assert cluster.now - cluster.routers[lonely].replicas.heard("w0") < 6.0
+    cluster.run(6.0)
+    mine, wanted = cluster.routers[lonely].replicas.state("w0"), cluster.workers["w0"].summary
+    assert (mine[0], mine[2]) == (wanted.incarnation, wanted.digest)
