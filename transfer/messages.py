@@ -306,6 +306,14 @@ class WorkerStatus:
     fingerprint: str
 
 
+def check_whole(data: bytes | memoryview) -> None:
+    """Raise msgpack's error for data that is no whole message. Nested arrays that claim elements which never come would
+    each be allocated in full before that is noticed."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    unpacker.skip()
+
+
 def encode(message: Any) -> bytes:
     """A message dataclass as msgpack: `[version, class name, field, ...]`. Raises MessageError when it is too large."""
     data: bytes = msgpack.packb([CODEC_VERSION, type(message).__name__, *astuple(message)])
@@ -323,6 +331,7 @@ def decode(kind: type[M], data: bytes) -> M:
     if len(data) > MAX_MESSAGE_BYTES:
         raise MessageError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     try:
+        check_whole(data)
         items = msgpack.unpackb(data, use_list=False, max_ext_len=0)
     except (ValueError, msgpack.exceptions.UnpackException, RecursionError) as error:
         raise MessageError(f"not a message: {error}") from None

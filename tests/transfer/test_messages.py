@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import tracemalloc
 
 import hypothesis.strategies as st
 import msgpack
@@ -117,6 +118,18 @@ def test_a_length_that_promises_more_than_is_there_allocates_nothing() -> None:
     for head in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"):
         with pytest.raises(MessageError):
             decode(Manifest, head)
+
+
+def test_nested_lengths_that_promise_more_than_is_there_allocate_little() -> None:
+    """Each array claims as many elements as there are bytes: allocated in full, they would be many times the input."""
+    nested = b"\x98\x01\xa8Manifest" + b"\xdd\x00\x00\xff\xff" * 500
+    tracemalloc.start()
+    try:
+        with pytest.raises(MessageError):
+            decode(Manifest, nested + bytes(100_000 - len(nested)))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))

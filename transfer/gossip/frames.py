@@ -24,6 +24,7 @@ import numpy as np
 
 from transfer.gossip.config import MIN_KEY
 from transfer.gossip.summary import BUCKETS, DISK, Load, Repair, Update
+from transfer.messages import check_whole
 
 MAX_DATAGRAM = 1400
 """Bytes of a frame that travels as one datagram."""
@@ -321,13 +322,6 @@ def _message(item: Any) -> Message:
     return reader(item[1:]) if reader else kind(*_typed(item[1:], _TYPES[kind]))
 
 
-def _check_whole(body: memoryview) -> None:
-    """Nested arrays that claim elements which never come would each be allocated in full before that is noticed."""
-    unpacker = msgpack.Unpacker(max_buffer_size=len(body))
-    unpacker.feed(body)
-    unpacker.skip()
-
-
 def _derive(key: bytes) -> bytes:
     if len(key) < MIN_KEY:
         raise ValueError(f"the cluster key has {len(key)} bytes; it needs {MIN_KEY} or more")
@@ -403,7 +397,7 @@ class Opener:
         if not hmac.compare_digest(tag, data[len(_MAGIC) : _HEADER]):
             raise Refused("key")
         try:
-            _check_whole(body)
+            check_whole(body)
             items = msgpack.unpackb(body, use_list=False, max_ext_len=0, max_map_len=0)
             sender, incarnation, counter = _typed(items[:3], (str, int, int))
             self._check_new(sender, incarnation, counter)
