@@ -296,6 +296,21 @@ def peers(
     _report(report, as_json, check)
 
 
+@app.command("router")
+def router(
+    workers: Annotated[list[int], typer.Option(min=1, help="size of a view; may be repeated")] = [100, 1000],  # noqa: B006
+    keys: Annotated[int, typer.Option(min=64, help="prefix keys that each worker publishes")] = 6250,
+    prompt: Annotated[int, typer.Option(min=64, help="tokens of a prompt")] = 8000,
+    decisions: Annotated[int, typer.Option(min=10, help="decisions of each view")] = 1000,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """The router alone: time of a decision, without tokenizing, and memory of a view of many workers."""
+    from cluster.bench.routing import Shape, run
+
+    _report(run(Shape(tuple(workers), keys, prompt, decisions)), as_json, check)
+
+
 def _settings(config: Path | None, model: str | None, dtype: str | None) -> ClusterConfig:
     return load(config, {"model.name": model, "worker.dtype": dtype})
 
