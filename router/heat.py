@@ -11,14 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-MANY = 8
-"""Prompts under a key from which on the other routers are taken to get as many."""
-
 
 @dataclass(slots=True)
 class _Entry:
     tokens: float
-    prompts: float
     at: float
     shares: dict[str, float] = field(default_factory=dict)
 
@@ -31,21 +27,17 @@ class Heat:
         self._half_life_s = half_life_s
         self._entries: dict[bytes, _Entry] = {}
 
-    def rate(self, key: bytes, routers: int, now: float) -> float:
-        """Prompt tokens a second under a key, at all of so many routers."""
+    def rate(self, key: bytes, now: float) -> float:
+        """Prompt tokens a second under a key."""
         entry = self._entries.get(key)
-        if entry is None:
-            return 0.0
-        decay = self._decay(entry, now)
-        everywhere = routers if entry.prompts * decay >= MANY else 1
-        return everywhere * entry.tokens * decay * math.log(2) / self._half_life_s
+        return entry.tokens * self._decay(entry, now) * math.log(2) / self._half_life_s if entry else 0.0
 
-    def anchor(self, keys: Sequence[bytes], most: float, routers: int, now: float) -> tuple[int, float]:
+    def anchor(self, keys: Sequence[bytes], most: float, now: float) -> tuple[int, float]:
         """The shallowest of a prompt's keys that is not hotter than `most` tokens a second, or the deepest there is;
         and its rate."""
         rate = 0.0
         for index, key in enumerate(keys):
-            rate = self.rate(key, routers, now)
+            rate = self.rate(key, now)
             if rate <= most:
                 return index, rate
         return len(keys) - 1, rate
@@ -64,9 +56,8 @@ class Heat:
         for key in keys:
             shares = self.shares(key, now)
             shares[worker] = shares.get(worker, 0.0) + tokens
-            entry = self._entries.get(key, _Entry(0.0, 0.0, now))
-            decay = self._decay(entry, now)
-            self._entries[key] = _Entry(entry.tokens * decay + tokens, entry.prompts * decay + 1, now, shares)
+            entry = self._entries.get(key, _Entry(0.0, now))
+            self._entries[key] = _Entry(entry.tokens * self._decay(entry, now) + tokens, now, shares)
         if len(self._entries) > 2 * self._size:
             hottest = nlargest(
                 self._size, self._entries.items(), key=lambda item: item[1].tokens * self._decay(item[1], now)

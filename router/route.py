@@ -23,6 +23,7 @@ from router.cost import Reach, handed_over, local, reach
 from router.heat import Heat
 from router.ring import Ring
 from router.view import BOTH, DECODE, PREFILL, Holdings, Ladder, View, WorkerView
+from transfer.gossip.frames import Notice
 from transfer.messages import Dispatch, Plan
 from transfer.prefix import PrefixChain
 
@@ -36,6 +37,8 @@ NEAR_S = 0.002
 HEAT_KEYS, HEAT_HALF_LIFE_S = 256, 3.0
 HOT_SHARE = 0.5
 """Of what a worker can compute: a prefix that is asked for more than that is hot."""
+MAX_HEATED = 64
+"""Keys of a prompt that are counted as hot or not, and told to other routers."""
 SLACK_REQUESTS = 8
 """A worker may have so many prompts more under way than the mean."""
 SLACK_ANSWERS = 2
@@ -50,11 +53,10 @@ class NoWorkers(Exception):
 
 @dataclass(slots=True)
 class Ticket:
-    """A dispatch that the view counts until it is over; `number` is the router's for it and its worker. Every method
+    """A dispatch that the view counts until it is over; `notice` is what other routers are to know of it. Every method
     may be called any number of times."""
 
-    number: int
-    tokens: int
+    notice: Notice
     _router: Router
     _prefill: WorkerView
     _decode: WorkerView
@@ -84,7 +86,7 @@ class Ticket:
     def _end(self) -> None:
         self._computing = False
         self._count(-1)
-        self._prefill.sent.drop(self._router.name, self.number)
+        self._prefill.sent.drop(self._router.name, self.notice.number)
 
     def _count(self, more: int) -> None:
         self._prefill.computing += more
@@ -156,14 +158,22 @@ class Router:
         if _caches(prefill):
             self.view.soon.add(prefill.name, ladder.keys, False, until)
         anchor, _ = self._anchor(ladder, now)
-        self._heat.add(ladder.keys[: anchor + 1], tokens, prefill.name, now)
-        return Ticket(number, missing, self, prefill, decode, ladder)
+        heated = ladder.keys[: min(anchor + 1, MAX_HEATED)]
+        self._heat.add(heated, tokens, prefill.name, now)
+        notice = Notice(self.name, prefill.name, number, missing, tokens, b"".join(heated))
+        return Ticket(notice, self, prefill, decode, ladder)
+
+    def notice(self, notice: Notice) -> None:
+        """Another router has sent a worker a prompt."""
+        self.view.notice(notice)
+        keys = [notice.keys[start : start + 8] for start in range(0, len(notice.keys), 8)][:MAX_HEATED]
+        self._heat.add(keys, notice.length, notice.worker, self.view.now())
 
     def numbered(self, plan: Plan, ticket: Ticket, last: bool) -> Dispatch:
         """What the worker is to know of a dispatch. It may refuse if its queue is much longer than the plan believes,
         unless it is the `last` to be asked."""
         slack = self._config.admission_slack_s * self.view.workers[plan.prefill].prompt_tokens_s
-        return Dispatch(self.name, ticket.number, plan.cached, None if last else plan.queued_tokens + int(slack))
+        return Dispatch(self.name, ticket.notice.number, plan.cached, None if last else plan.queued_tokens + int(slack))
 
     def holds(self, name: str, chain: PrefixChain) -> None:
         """A worker has all of this."""
@@ -211,7 +221,7 @@ class Router:
     def _anchor(self, ladder: Ladder, now: float) -> tuple[int, int]:
         """Which of a prompt's keys decides its home, and how many homes it has."""
         hot = HOT_SHARE * self.view.able(PREFILL, BOTH).prompt_tokens_s
-        index, rate = self._heat.anchor(ladder.keys, hot, self.view.routers, now)
+        index, rate = self._heat.anchor(ladder.keys, hot, now)
         return max(0, index), max(1, math.ceil(rate / hot))
 
     def _candidates(self, ask: _Ask, able: dict[str, WorkerView], order: list[str]) -> list[WorkerView]:

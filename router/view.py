@@ -14,6 +14,7 @@ import numpy as np
 
 from router.pending import Pending
 from router.soon import Soon
+from transfer.gossip.frames import Notice
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load
@@ -155,9 +156,9 @@ class Holdings:
 
 
 class View:
-    """All workers by name, in the order they were announced. `replicas` has what their summaries say. `routers` is how
-    many routers there are, this one included; `computing` is the sum of what prefill workers compute for this one. A
-    worker that was not heard of for `silent_s` gets no new work, unless all of its role are silent."""
+    """All workers by name, in the order they were announced. `replicas` has what their summaries say. `computing` is
+    the sum of what prefill workers compute for this router. A worker that was not heard of for `silent_s` gets no new
+    work, unless all of its role are silent."""
 
     def __init__(
         self,
@@ -169,7 +170,6 @@ class View:
         self.workers = {name: WorkerView(name, role) for name, role in workers}
         self.now = clock
         self.soon = Soon()
-        self.routers = 1
         self.computing = 0
         self._replicas = replicas
         self._silent_s = silent_s
@@ -190,10 +190,10 @@ class View:
         self.workers[name].alive = False
         self._refreshed = -np.inf
 
-    def notice(self, router: str, worker: str, number: int, tokens: int) -> None:
-        """Another router has sent a worker a prompt, of which `tokens` tokens are to be computed there."""
-        if worker in self.workers:
-            self.workers[worker].noticed.add(router, number, tokens, self.now() + NOTICE_S)
+    def notice(self, notice: Notice) -> None:
+        """Another router has sent a worker a prompt."""
+        if (worker := self.workers.get(notice.worker)) is not None:
+            worker.noticed.add(notice.router, notice.number, notice.tokens, self.now() + NOTICE_S)
 
     def queue_is(self, name: str, tokens: int) -> None:
         """A worker has answered how long its queue is."""

@@ -42,8 +42,7 @@ class Gossiping(RealRouters):
     def announce(self, router: int, worker: str, ticket: Ticket) -> None:
         """The others hear of it as soon as a datagram can be there."""
         name = f"r{router}"
-        node = self._nodes[name]
-        self._send(name, node.dispatched(self._world.loop.now, worker, ticket.number, ticket.tokens))
+        self._send(name, self._nodes[name].dispatched(ticket.notice))
 
     def publish(self, worker: str) -> None:
         """Most often it waits for the worker's next tick."""
@@ -72,8 +71,7 @@ class Gossiping(RealRouters):
     def _take_events(self, name: str) -> None:
         for event in self._nodes[name].take_events():
             if isinstance(event, Notice) and name in self._routers_by_name:
-                view = self.views[self._routers_by_name[name]]
-                view.notice(event.router, event.worker, event.number, event.tokens)
+                self.routers[self._routers_by_name[name]].notice(event)
 
     def _send(self, sender: str, sends: list[Send]) -> None:
         loop, settings = self._world.loop, self._world.settings

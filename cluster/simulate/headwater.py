@@ -51,8 +51,8 @@ class RealRouters:
             engine.radix.watch(self._journals[name])
         self._asked: dict[int, _Asked] = {}
         self.replicas = [Replicas(settings.capacity) for _ in range(count)]
-        self.views = [self._view(replicas, count, silent_s) for replicas in self.replicas]
-        self._routers = [
+        self.views = [self._view(replicas, silent_s) for replicas in self.replicas]
+        self.routers = [
             Router(view, RouterConfig(), f"r{number}", Random(world.random.random()))
             for number, view in enumerate(self.views)
         ]
@@ -64,7 +64,7 @@ class RealRouters:
         if asked is None:
             asked = self._asked[request.number] = _Asked(PrefixChain.of(ROOT, request.prompt, BLOCK_TOKENS))
         avoid = frozenset(self._world.engines[number].name for number in refused)
-        plan = asked.plan = self._routers[router].plan(asked.chain, request.tokens, self._decodes, avoid)
+        plan = asked.plan = self.routers[router].plan(asked.chain, request.tokens, self._decodes, avoid)
         wait_s = plan.queued_tokens / self.engines[plan.prefill].rate
         if plan.fetch is None:
             return Choice(self._numbers[plan.prefill], wait_s)
@@ -80,11 +80,11 @@ class RealRouters:
         """The router counts the request, and the worker's summary changes."""
         asked = self._asked[request.number]
         assert asked.plan is not None
-        engine, ours = self._world.engines[worker], self._routers[router]
+        engine, ours = self._world.engines[worker], self.routers[router]
         if job.cached * BLOCK_TOKENS < asked.plan.cached:
             ours.lacks(engine.name, asked.chain, job.cached * BLOCK_TOKENS)
         asked.ticket = ours.dispatch(asked.plan, asked.chain, request.tokens)
-        self._accepted[engine.name][ours.name] = asked.ticket.number
+        self._accepted[engine.name][ours.name] = asked.ticket.notice.number
         self._journals[engine.name].read(self.summaries[engine.name])
         self.announce(router, engine.name, asked.ticket)
         self.publish(engine.name)
@@ -120,10 +120,9 @@ class RealRouters:
             accepted=tuple(self._accepted[worker].items()),
         )
 
-    def _view(self, replicas: Replicas, routers: int, silent_s: float) -> View:
+    def _view(self, replicas: Replicas, silent_s: float) -> View:
         settings = self._world.settings
         view = View([(name, BOTH) for name in self.engines], self._world.loop.clock, replicas, silent_s)
-        view.routers = routers
         if settings.block_copy_s is not None:
             for name in self.engines:
                 view.update(self._status(self.engines[name]))

@@ -61,8 +61,8 @@ class Gateway:
         self._gossip: GossipNode | None = None
         self._replicas = Replicas(gossip.keys_per_worker)
         self._view = View(workers, time.monotonic, self._replicas, gossip.silent_s)
-        decide = Router(self._view, router, name, numbers_from=self._incarnation)
-        self._dispatcher = Dispatcher(name, decide, directory, router, config, self._notify)
+        self._router = Router(self._view, router, name, numbers_from=self._incarnation)
+        self._dispatcher = Dispatcher(name, self._router, directory, router, config, self._notify)
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
         self._server: uvicorn.Server | None = None
@@ -154,15 +154,13 @@ class Gateway:
             await self._gossip.stop()
         return cut
 
-    def _notify(self, worker: str, number: int, tokens: int) -> None:
+    def _notify(self, notice: Notice) -> None:
         if self._gossip is not None:
-            self._gossip.dispatched(worker, number, tokens)
+            self._gossip.dispatched(notice)
 
     def _on_gossip(self, event: Event) -> None:
         if isinstance(event, Notice):
-            self._view.notice(event.router, event.worker, event.number, event.tokens)
-        elif event.member.role == ROUTER and self._gossip is not None:
-            self._view.routers = 1 + len(self._gossip.gossip.membership.routers())
+            self._router.notice(event)
 
     def _ready(self) -> bool:
         return self._view.ready and not self._draining

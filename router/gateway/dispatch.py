@@ -21,6 +21,7 @@ from router.gateway.errors import failed, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import DECODE
 from transfer.directory import Directory, PeerDead, PeerError
+from transfer.gossip.frames import Notice
 from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
 from transfer.prefix import PrefixChain
 
@@ -84,8 +85,7 @@ class _Attempt:
 
 
 class Dispatcher:
-    """All requests of one gateway; `name` is what workers deliver to. `notify` is told of every dispatch, by worker,
-    number and tokens."""
+    """All requests of one gateway; `name` is what workers deliver to. `notify` is told of every dispatch."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Dispatcher:
         directory: Directory,
         router_config: RouterConfig,
         config: GatewayConfig,
-        notify: Callable[[str, int, int], None] = lambda *_: None,
+        notify: Callable[[Notice], None] = lambda _: None,
     ) -> None:
         self._name = name
         self._router = router
@@ -269,7 +269,7 @@ class Dispatcher:
     def _dispatch(self, plan: Plan, prompt: Prompt, request: Request) -> Ticket:
         """Count a plan, here and at the other routers."""
         ticket = self._router.dispatch(plan, prompt.chain, request.prompt_tokens)
-        self._notify(plan.prefill, ticket.number, ticket.tokens)
+        self._notify(ticket.notice)
         _log.debug("request %s: %s", request.request_id, plan)
         prompt.plans.append(plan)
         trace.get_current_span().add_event("headwater.plan", {"request_id": request.request_id, "plan": repr(plan)})

@@ -196,13 +196,15 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """`router` has just sent `worker` a request of which `tokens` must be computed; `number` counts its dispatches to
-    this worker."""
+    """`router` has just sent `worker` a request of `length` tokens, of which `tokens` must be computed; `number` counts
+    its dispatches to this worker. `keys` ('<u8') are those of the prompt's prefixes whose heat it adds to."""
 
     router: str
     worker: str
     number: int
     tokens: int
+    length: int
+    keys: bytes
 
 
 Message: TypeAlias = Ping | PingFor | Ack | Nack | Claim | Sync | State | News | Entry | Mend | Have | Want | Notice
@@ -293,6 +295,13 @@ def _state(values: Any) -> State:
     return State(buckets, answer, tuple(_claim(claim) for claim in claims))
 
 
+def _notice(values: Any) -> Notice:
+    notice = Notice(*_typed(values, _TYPES[Notice]))
+    if len(notice.keys) % 8:
+        raise FrameError("keys have 8 bytes each")
+    return notice
+
+
 def _have(values: Any) -> Have:
     answer, entries = _typed(values, _TYPES[Have])
     return Have(answer, tuple(_typed(entry, (str, int, int)) for entry in entries))
@@ -308,6 +317,7 @@ _READERS: dict[type, Callable[[Any], Message]] = {
     Claim: _claim,
     State: _state,
     Have: _have,
+    Notice: _notice,
     News: lambda values: News(_update(values)),
     Entry: lambda values: Entry(_update(values)),
     Mend: lambda values: Mend(_repair(values)),

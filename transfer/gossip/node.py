@@ -86,9 +86,9 @@ class GossipNode:
         """What the others know of this node; its `address` is what they can join through."""
         return self.gossip.me
 
-    def dispatched(self, worker: str, number: int, tokens: int) -> None:
+    def dispatched(self, notice: Notice) -> None:
         """Routers: tell all others of a dispatch, now."""
-        self._send(self.gossip.dispatched(time.monotonic(), worker, number, tokens))
+        self._send(self.gossip.dispatched(notice))
 
     async def stop(self, leave: bool = True) -> None:
         """Close everything. `leave`: say good-bye first, so that nobody waits for this node."""

@@ -149,11 +149,11 @@ class Gossip:
                 self._opener.forget(name)
         return sends
 
-    def dispatched(self, now: float, worker: str, number: int, tokens: int) -> list[Send]:
-        """Routers: tell all others that dispatch `number` to `worker`, of `tokens` tokens to compute, has just gone."""
+    def dispatched(self, notice: Notice) -> list[Send]:
+        """Routers: tell all others of a dispatch that has just gone."""
         if self._collector is None:
             raise ValueError("only a router dispatches")
-        return self._post([self._collector.notice(Notice(self.me.name, worker, number, tokens))])
+        return self._post([self._collector.notice(notice)])
 
     def leave(self, now: float) -> list[Send]:
         """Say good-bye; nothing is to be called after this."""
