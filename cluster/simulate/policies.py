@@ -26,8 +26,7 @@ class Baseline:
 
     def made(self, constants: Constants) -> MakeRouters:
         """Its routers, with constants other than the default ones. What a rule remembers is no router's alone."""
-        rule = self.rule(**constants)
-        return lambda world: Informed(world, rule)
+        return lambda world: Informed(world, self.rule(**constants))
 
     @property
     def choices(self) -> list[Constants]:
