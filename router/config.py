@@ -12,7 +12,7 @@ class RouterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_weight: float = Field(
-        1.75, ge=1, description="what a second of computing costs beside a second of waiting: computing also evicts"
+        1.5, ge=1, description="what a second of computing costs beside a second of waiting: computing also evicts"
     )
     load_bound: float = Field(1.25, gt=1, description="a worker takes no more than this times the mean load")
     load_slack_s: float = Field(8.0, ge=0, description="a wait this much longer than the mean never moves a request")

@@ -3,9 +3,10 @@
 The cost of a worker is the time until it has computed the prompt: its queue, what it must fetch, what it must compute.
 Computing counts more than waiting, because what is computed takes the place of something else in the cache. Nobody gets
 much more than the mean (bounded load: Mirrokni, Thorup, Zadimoghaddam, 2018). Where workers cost the same, as all do
-on an idle cluster, the prompt's home on the ring takes it, so that prompts that share their beginning meet the same
-cache. What decides the home is the prompt's anchor: the shallowest of its prefixes that is not hotter than half a
-worker can serve. If all of it is hotter, it has several homes.
+on an idle cluster, the prompt's home on the ring takes it, or the next one if that had to compute much more lately than
+others, so that prompts that share their beginning meet the same cache. What decides the home is the prompt's anchor:
+the shallowest of its prefixes that is not hotter than half a worker can serve. If all of it is hotter, it has several
+homes.
 
 The decode worker is one of those with few answers under way, of these the one that holds most of the prompt. What
 little it lacks it computes itself, when that costs less time than a hand-over; and what another worker holds is copied
@@ -154,6 +155,7 @@ class Router:
         number = self._numbers[prefill.name] = self._numbers.get(prefill.name, self._numbers_from) + 1
         missing = tokens - plan.cached
         prefill.sent.add(self.name, number, missing, math.inf)
+        prefill.assign(missing, now)
         until = now + (prefill.queue(now) + missing) / prefill.prompt_tokens_s + SOON_S
         if _caches(prefill):
             self.view.soon.add(prefill.name, ladder.keys, False, until)
@@ -210,6 +212,8 @@ class Router:
         allowed = self._within_bounds(candidates, ask.now) or [min(candidates, key=lambda one: one.wait_s(ask.now))]
         best = min(costs[worker.name][0] for worker in allowed)
         near = [worker for worker in allowed if costs[worker.name][0] <= best * NEAR + NEAR_S]
+        most = self._config.load_bound * self.view.able(PREFILL, BOTH).assigned
+        near = [worker for worker in near if worker.assigned_lately(ask.now) <= most] or near
         shares = self._heat.shares(anchor, ask.now) if homes > 1 else {}
         chosen = min(near, key=lambda one: (place.get(one.name, FEW) // homes, shares.get(one.name, 0.0)))
         way = costs[chosen.name][1]

@@ -28,6 +28,7 @@ ALIKE = 0.5
 """Workers whose measured speeds do not differ by more than this factor from what is typical are taken to be equally
 fast. Measurements are never equal, and on an idle cluster the one that seems fastest would get everything."""
 REFRESH_S = 0.05
+ASSIGNED_HALF_LIFE_S = 30.0
 NOTICE_S = 5.0
 """How long another router's dispatch counts that the worker never reports."""
 
@@ -51,6 +52,8 @@ class WorkerView:
     prompt_tokens_s: float = PROMPT_TOKENS_S
     computing: int = 0
     decodes: int = 0
+    assigned: float = 0.0
+    assigned_at: float = 0.0
     sent: Pending = field(default_factory=Pending)
     noticed: Pending = field(default_factory=Pending)
 
@@ -64,6 +67,14 @@ class WorkerView:
     def answering(self) -> int:
         """Answers under way there, this router's or, as far as the worker has reported them, all."""
         return max(self.decodes, self.load.running if self.load else 0)
+
+    def assign(self, tokens: int, now: float) -> None:
+        """So many prompt tokens are to be computed there, by whatever router's plan."""
+        self.assigned, self.assigned_at = self.assigned_lately(now) + tokens, now
+
+    def assigned_lately(self, now: float) -> float:
+        """Prompt tokens that it got to compute, those of `ASSIGNED_HALF_LIFE_S` ago by half."""
+        return float(self.assigned * 0.5 ** ((now - self.assigned_at) / ASSIGNED_HALF_LIFE_S))
 
     def queue(self, now: float) -> float:
         """Prompt tokens that are to be computed before a new one begins."""
@@ -110,6 +121,7 @@ class Crowd:
     wait_s: float
     prompt_tokens_s: float
     noticed: int
+    assigned: float
 
     @classmethod
     def of(cls, workers: list[WorkerView], now: float) -> Crowd:
@@ -120,6 +132,7 @@ class Crowd:
             sum(worker.wait_s(now) for worker in workers) / count,
             sum(worker.prompt_tokens_s for worker in workers) / count or PROMPT_TOKENS_S,
             sum(worker.noticed.count for worker in workers),
+            sum(worker.assigned_lately(now) for worker in workers) / count,
         )
 
 
@@ -193,7 +206,9 @@ class View:
     def notice(self, notice: Notice) -> None:
         """Another router has sent a worker a prompt."""
         if (worker := self.workers.get(notice.worker)) is not None:
-            worker.noticed.add(notice.router, notice.number, notice.tokens, self.now() + NOTICE_S)
+            now = self.now()
+            worker.noticed.add(notice.router, notice.number, notice.tokens, now + NOTICE_S)
+            worker.assign(notice.tokens, now)
 
     def queue_is(self, name: str, tokens: int) -> None:
         """A worker has answered how long its queue is."""
