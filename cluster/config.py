@@ -23,7 +23,6 @@ from transfer.gossip.config import GossipConfig
 from workers.config import WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
-FIRST_GATEWAY = "gateway-0"
 
 
 class ConfigError(UserError):
@@ -84,13 +83,18 @@ class ClusterConfig(_Section):
     @property
     def gateways(self) -> list[str]:
         """Names of the wanted gateways."""
-        return [f"gateway-{index}" for index in range(self.gateway.replicas)]
+        return gateway_names(self.gateway.replicas)
 
     @property
     def workers(self) -> list[tuple[str, str]]:
         """Names and roles of the wanted workers."""
         counts = {"prefill": self.prefill.replicas, "decode": self.decode.replicas, "both": self.both.replicas}
         return [(f"{role}-{index}", role) for role, count in counts.items() for index in range(count)]
+
+
+def gateway_names(count: int) -> list[str]:
+    """Actor names of so many gateways."""
+    return [f"gateway-{index}" for index in range(count)]
 
 
 def on_this_machine(config: ClusterConfig) -> ClusterConfig:

@@ -11,18 +11,24 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
-from cluster.config import FIRST_GATEWAY
+from cluster.config import gateway_names
 from cluster.launch import LaunchError
+from router.config import MAX_GATEWAYS
 from transfer.messages import WorkerStatus
+
+STATUS_TIMEOUT_S = 10.0
 
 
 def collect(name: str) -> list[WorkerStatus]:
-    """What the workers of the cluster `name` say. Raises LaunchError when there is no such cluster."""
-    try:
-        gateway = ray.get_actor(FIRST_GATEWAY, namespace=name)
-        return list(ray.get(gateway.statuses.remote(), timeout=10))
-    except (ValueError, RayError):
-        raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster") from None
+    """What the workers of the cluster `name` say, by the first gateway that answers. Raises LaunchError when there is
+    none."""
+    for gateway in gateway_names(MAX_GATEWAYS):
+        try:
+            actor = ray.get_actor(gateway, namespace=name)
+            return list(ray.get(actor.statuses.remote(), timeout=STATUS_TIMEOUT_S))
+        except (ValueError, RayError):
+            continue
+    raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster")
 
 
 def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
+MAX_GATEWAYS = 64
+
 
 class RouterConfig(BaseModel):
     """Settings of the prefix router."""
@@ -31,7 +33,7 @@ class GatewayConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    replicas: int = Field(1, ge=1, le=64, description="number of gateways, with a router each")
+    replicas: int = Field(1, ge=1, le=MAX_GATEWAYS, description="number of gateways, with a router each")
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(
         8000, ge=0, le=65535, description="port to listen on; further gateways take the next ones; 0 takes free ones"

@@ -8,7 +8,6 @@ import httpx
 import pytest
 import ray
 
-from cluster.config import FIRST_GATEWAY
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance, statuses
 from tests.cluster.conftest import Launch
@@ -95,7 +94,9 @@ def test_a_decode_worker_that_has_lost_the_prefix_refuses_and_the_answer_is_righ
     worker, pool = conditional.worker("decode-0"), now(conditional)["decode-0"].blocks["total"]
     sampling = SamplingParams(1, temperature=0.0)
     for seed in range(pool * BLOCK // 1800 + 2):
-        other = Request(f"other-{seed}", pack_tokens(words(100 + seed, 1800)), sampling, FIRST_GATEWAY, 60.0)
+        other = Request(
+            f"other-{seed}", pack_tokens(words(100 + seed, 1800)), sampling, conditional.config.gateways[0], 60.0
+        )
         assert ray.get(worker.generate.remote(other, None), timeout=60).status == "done"
     before = now(conditional)
     _, cached = ask(conditional, judge, [*prompt, *words(999, 10)])
