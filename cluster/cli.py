@@ -130,26 +130,30 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
 
 
 def _wait(cluster: Any, stop: SimpleQueue[None]) -> bool:
-    """Wait for a signal; False when a gateway dies by itself. A gateway that hangs must not delay the signal."""
+    """Wait for a signal; False when the last gateway has died by itself. A gateway that hangs must not delay the
+    signal."""
     import ray
     from ray.exceptions import RayError
 
-    pings, until = [one.ping.remote() for one in cluster.gateways], time.monotonic() + PING_TIMEOUT_S
-    while True:
+    living = dict(zip(cluster.config.gateways, cluster.gateways, strict=True))
+    pings = {name: (one.ping.remote(), time.monotonic() + PING_TIMEOUT_S) for name, one in living.items()}
+    while living:
         with suppress(Empty):
             stop.get(timeout=1.0)
             return True
-        answered, waiting = ray.wait(pings, num_returns=len(pings), timeout=0)
-        try:
-            ray.get(answered)
-        except RayError as error:
-            _errors.print(f"error: a gateway died: {type(error).__name__}")
-            return False
-        if not waiting:
-            pings, until = [one.ping.remote() for one in cluster.gateways], time.monotonic() + PING_TIMEOUT_S
-        elif time.monotonic() > until:
-            _errors.print(f"error: a gateway has not answered for {PING_TIMEOUT_S:.0f} s")
-            return False
+        for name, (ping, until) in list(pings.items()):
+            try:
+                if ray.wait([ping], timeout=0)[0]:
+                    ray.get(ping)
+                    pings[name] = living[name].ping.remote(), time.monotonic() + PING_TIMEOUT_S
+                    continue
+                problem = f"has not answered for {PING_TIMEOUT_S:.0f} s" if time.monotonic() > until else ""
+            except RayError as error:
+                problem = f"died: {type(error).__name__}"
+            if problem:
+                _errors.print(f"error: {name} {problem}")
+                del living[name], pings[name]
+    return False
 
 
 def _drain(cluster: Any) -> bool:

@@ -79,6 +79,7 @@ class Ticket:
         """The request is over."""
         if self._computing:  # whatever kept it from that
             self._end()
+            self._prefill.assign(-self.notice.tokens, self._router.view.now())
             self._router.view.soon.forget_soon(self._prefill.name, self._ladder.keys)
         if self._open:
             self._open = False
@@ -131,8 +132,8 @@ class Router:
         if not self._but(avoid, DECODE):
             able = {name: worker for name, worker in able.items() if worker.role == BOTH}
         if not able:
-            lacking = "prefill worker is available" if self.view.able(DECODE, BOTH).workers else "decode worker"
-            raise NoWorkers(f"no {lacking}")
+            lacking = "prefill" if self.view.able(DECODE, BOTH).workers else "decode"
+            raise NoWorkers(f"no {lacking} worker is available")
         ask.holdings = self.view.holdings(ask.ladder)
         prefill, way, why = self._prefill_for(ask, able)
         queued = int(prefill.queue(ask.now))
@@ -141,8 +142,7 @@ class Router:
         decode = self._decode_for(ask)
         here = self._reach(ask, decode)
         seconds = handed_over(prefill, way, ask.now), local(decode, here, ask.now)
-        why |= {"missing": {prefill.name: way.missing, decode.name: here.missing}}
-        why |= {"seconds": {prefill.name: round(seconds[0], 4), decode.name: round(seconds[1], 4)}}
+        why["until_decode"] = {prefill.name: round(seconds[0], 4), decode.name: round(seconds[1], 4)}
         if here.missing <= most and seconds[1] <= seconds[0]:
             return self._planned(decode, None, here, int(decode.queue(ask.now)), tokens, most, why)
         return self._planned(prefill, decode, way, queued, tokens, None, why)
@@ -156,13 +156,16 @@ class Router:
         missing = tokens - plan.cached
         prefill.sent.add(self.name, number, missing, math.inf)
         prefill.assign(missing, now)
-        until = now + (prefill.queue(now) + missing) / prefill.prompt_tokens_s + SOON_S
+        until = now + prefill.wait_s(now) + SOON_S
         if _caches(prefill):
             self.view.soon.add(prefill.name, ladder.keys, False, until)
         anchor, _ = self._anchor(ladder, now)
         heated = ladder.keys[: min(anchor + 1, MAX_HEATED)]
         self._heat.add(heated, tokens, prefill.name, now)
-        notice = Notice(self.name, prefill.name, number, missing, tokens, b"".join(heated))
+        answers = decode.name if decode.role != PREFILL else ""
+        if answers:
+            decode.promise(tokens)
+        notice = Notice(self.name, prefill.name, number, missing, tokens, answers, b"".join(heated))
         return Ticket(notice, self, prefill, decode, ladder)
 
     def notice(self, notice: Notice) -> None:
@@ -203,19 +206,20 @@ class Router:
         index, homes = self._anchor(ask.ladder, ask.now)
         homes = min(len(able), homes)
         anchor = ask.ladder.keys[index] if ask.ladder.keys else ask.chain.root
-        order = self._rings[PREFILL].order(anchor, max(homes, HOMES), able)
+        order = self._rings[PREFILL].order(anchor, max(homes, FEW if len(able) <= FEW else HOMES), able)
         place = {name: number for number, name in enumerate(order)}
         candidates = self._candidates(ask, able, order)
         if homes > 1:
             candidates = self._spread(candidates, anchor, homes, ask)
-        costs = {worker.name: self._cost(ask, worker) for worker in candidates}
+        shared = ask.ladder.tokens[index - 1] if index else 0
+        costs = {worker.name: self._cost(ask, worker, shared) for worker in candidates}
         allowed = self._within_bounds(candidates, ask.now) or [min(candidates, key=lambda one: one.wait_s(ask.now))]
         best = min(costs[worker.name][0] for worker in allowed)
         near = [worker for worker in allowed if costs[worker.name][0] <= best * NEAR + NEAR_S]
         most = self._config.load_bound * self.view.able(PREFILL, BOTH).assigned
         near = [worker for worker in near if worker.assigned_lately(ask.now) <= most] or near
         shares = self._heat.shares(anchor, ask.now) if homes > 1 else {}
-        chosen = min(near, key=lambda one: (place.get(one.name, FEW) // homes, shares.get(one.name, 0.0)))
+        chosen = min(near, key=lambda one: (place.get(one.name, len(able)) // homes, shares.get(one.name, 0.0)))
         way = costs[chosen.name][1]
         why: dict[str, object] = {"home": order[0], "homes": homes, "anchor": index, "candidates": len(costs)}
         seconds = {"wait": chosen.wait_s(ask.now), "seconds": way.seconds, "cost": costs[chosen.name][0]}
@@ -251,9 +255,12 @@ class Router:
         most = max(bound * count, count + SLACK_REQUESTS)
         return [worker for worker in candidates if worker.wait_s(now) <= longest and worker.in_flight + 1 <= most]
 
-    def _cost(self, ask: _Ask, worker: WorkerView) -> tuple[float, Reach]:
+    def _cost(self, ask: _Ask, worker: WorkerView, shared: int) -> tuple[float, Reach]:
+        """Of the prompt's first `shared` tokens, which are hot, computing costs nothing: every worker will need them. One
+        that lacks them would otherwise get no work while those that have them wait for work, too."""
         way = self._reach(ask, worker)
-        return worker.wait_s(ask.now) + self._config.cache_weight * way.seconds, way
+        free_s = max(0, shared - (ask.tokens - way.missing)) / worker.prompt_tokens_s
+        return worker.wait_s(ask.now) + self._config.cache_weight * (way.seconds - free_s), way
 
     # --- who answers --------------------------------------------------------------------------------------------
 
@@ -264,7 +271,7 @@ class Router:
         if not able:
             raise NoWorkers("no decode worker is available")
         home = ask.ladder.keys[0] if ask.ladder.keys else ask.chain.root
-        order = self._rings[DECODE].order(home, HOMES, able)
+        order = self._rings[DECODE].order(home, FEW if len(able) <= FEW else HOMES, able)
         candidates = self._candidates(ask, able, order)
         mean = sum(one.answering for one in candidates) / len(candidates)
         most = max(self._config.load_bound * mean, mean + SLACK_ANSWERS)
@@ -272,8 +279,8 @@ class Router:
 
         def rank(one: WorkerView) -> tuple[bool, bool, int, int, int]:
             held = ask.whole(ask.holdings.soon(one.name))
-            full = one.load is not None and one.load.free_blocks * ask.chain.block_size < ask.tokens - held
-            return full, one.answering + 1 > most, -held, one.answering, place.get(one.name, FEW)
+            full = ask.now < one.full_until or not one.room(ask.tokens - held, ask.chain.block_size)
+            return full, one.answering + 1 > most, -held, one.answering, place.get(one.name, len(able))
 
         return min(candidates, key=rank)
 
@@ -325,9 +332,10 @@ class _Ask:
         """Living workers that have most of it by now, and how much."""
         if self._lenders is None:
             names = self.holdings.deepest(DEEPEST + len(self.avoid))
-            some = [view.workers[name] for name in names if name in view.workers and name not in self.avoid]
-            lenders = [(one, self.whole(self.holdings.there(one.name))) for one in some if one.alive]
-            self._lenders = sorted(lenders, key=lambda item: -item[1])
+            able = view.able(PREFILL, DECODE, BOTH).workers
+            some = [able[name] for name in names if name in able and name not in self.avoid]
+            lenders = [(one, self.whole(self.holdings.there(one.name))) for one in some]
+            self._lenders = sorted(lenders, key=lambda item: (-item[1], item[0].in_flight))
         return self._lenders
 
 

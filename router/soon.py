@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,15 +18,19 @@ class Soon:
 
     def __init__(self) -> None:
         self._keys: dict[bytes, dict[str, _Belief]] = {}
-        self._ends: deque[tuple[float, bytes, str]] = deque()
+        self._ends: list[tuple[float, bytes, str]] = []
+        """A heap with one entry for each belief; one that was renewed goes back into it when it comes up."""
 
     def add(self, worker: str, keys: Iterable[bytes], there: bool, until: float) -> None:
         """A worker has these prefixes, or, unless they are `there`, is to compute them."""
         for key in keys:
             beliefs = self._keys.setdefault(key, {})
             before = beliefs.get(worker)
-            beliefs[worker] = _Belief(there or (before is not None and before.there), until)
-            self._ends.append((until, key, worker))
+            if before is None:
+                beliefs[worker] = _Belief(there, until)
+                heapq.heappush(self._ends, (until, key, worker))
+            else:
+                before.there, before.until = there or before.there, max(until, before.until)
 
     def depths(self, keys: Sequence[bytes]) -> dict[str, tuple[int, int]]:
         """By worker, how many of a prompt's keys, from the first on, it will hold, and how many it holds by now."""
@@ -52,9 +56,11 @@ class Soon:
     def expire(self, now: float) -> None:
         """Stop believing what was to be believed until now."""
         while self._ends and self._ends[0][0] <= now:
-            _, key, worker = self._ends.popleft()
+            _, key, worker = heapq.heappop(self._ends)
             belief = self._keys.get(key, _NOTHING).get(worker)
-            if belief is not None and belief.until <= now:
+            if belief is not None and belief.until > now:
+                heapq.heappush(self._ends, (belief.until, key, worker))
+            elif belief is not None:
                 self._drop(worker, (key,))
 
     def _is_there(self, worker: str, key: bytes) -> bool:

@@ -29,6 +29,8 @@ ALIKE = 0.5
 fast. Measurements are never equal, and on an idle cluster the one that seems fastest would get everything."""
 REFRESH_S = 0.05
 ASSIGNED_HALF_LIFE_S = 30.0
+FULL_S = 0.5
+"""How long a decode worker that had no place counts as full."""
 NOTICE_S = 5.0
 """How long another router's dispatch counts that the worker never reports."""
 
@@ -37,7 +39,8 @@ NOTICE_S = 5.0
 class WorkerView:
     """One worker. `queued_tokens`, prompt tokens to be computed, were reported at `queued_at`; the worker has not yet
     reported what was `sent` by this router and what others gave notice of. `computing` and `decodes` count this
-    router's own requests that are under way there.
+    router's own requests that are under way there. `promised` answers, of prompts of so many tokens together, were sent
+    there by whatever router since the last report. Until `full_until` it has no place for an answer.
     `prompt_tokens_s` is the speed that it is taken to have."""
 
     name: str
@@ -54,6 +57,9 @@ class WorkerView:
     decodes: int = 0
     assigned: float = 0.0
     assigned_at: float = 0.0
+    full_until: float = 0.0
+    promised: int = 0
+    promised_tokens: int = 0
     sent: Pending = field(default_factory=Pending)
     noticed: Pending = field(default_factory=Pending)
 
@@ -65,8 +71,16 @@ class WorkerView:
 
     @property
     def answering(self) -> int:
-        """Answers under way there, this router's or, as far as the worker has reported them, all."""
-        return max(self.decodes, self.load.running if self.load else 0)
+        """Answers under way there, by the last report and what was sent since."""
+        return max(self.decodes, (self.load.running if self.load else 0) + self.promised)
+
+    def room(self, tokens: int, block_size: int) -> bool:
+        """Whether a prompt of so many tokens finds blocks, as far as is known."""
+        return self.load is None or self.load.free_blocks * block_size >= tokens + self.promised_tokens
+
+    def promise(self, tokens: int) -> None:
+        """An answer to a prompt of so many tokens will be generated there."""
+        self.promised, self.promised_tokens = self.promised + 1, self.promised_tokens + tokens
 
     def assign(self, tokens: int, now: float) -> None:
         """So many prompt tokens are to be computed there, by whatever router's plan."""
@@ -191,12 +205,15 @@ class View:
 
     # --- what is heard of workers -------------------------------------------------------------------------------
 
-    def update(self, status: WorkerStatus) -> None:
-        """A worker has answered."""
+    def update(self, status: WorkerStatus) -> bool:
+        """A worker has answered; whether it is another life of it than the one known before."""
         worker = self.workers[status.name]
+        reborn = 0 < worker.incarnation < status.incarnation
+        if not worker.alive or reborn or worker.status is None:
+            self._refreshed = -np.inf
         self._meet(worker, status.incarnation)
         worker.alive, worker.status = True, status
-        self._refreshed = -np.inf
+        return reborn
 
     def mark_dead(self, name: str) -> None:
         """A worker's process has ended; it gets nothing until it answers again."""
@@ -209,11 +226,18 @@ class View:
             now = self.now()
             worker.noticed.add(notice.router, notice.number, notice.tokens, now + NOTICE_S)
             worker.assign(notice.tokens, now)
+        if (decode := self.workers.get(notice.decode)) is not None:
+            decode.promise(notice.length)
 
-    def queue_is(self, name: str, tokens: int) -> None:
-        """A worker has answered how long its queue is."""
+    def queue_is(self, name: str, tokens: int, router: str = "", number: int = 0) -> None:
+        """A worker has answered how long its queue is, which has in it what the router sent up to this dispatch."""
         worker = self.workers[name]
         worker.queued_tokens, worker.queued_at = tokens, self.now()
+        worker.sent.arrived(router, number)
+
+    def full(self, name: str) -> None:
+        """A worker has no place for more answers at the moment."""
+        self.workers[name].full_until = self.now() + FULL_S
 
     # --- what a decision needs ----------------------------------------------------------------------------------
 
@@ -224,8 +248,7 @@ class View:
             self._refresh(now)
         if roles not in self._crowds:
             living = [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
-            heard = [worker for worker in living if worker.heard is None or now - worker.heard < self._silent_s]
-            self._crowds[roles] = Crowd.of(heard or living, now)
+            self._crowds[roles] = Crowd.of([one for one in living if self._audible(one, now)] or living, now)
         return self._crowds[roles]
 
     def holdings(self, ladder: Ladder) -> Holdings:
@@ -244,6 +267,10 @@ class View:
         """Whether some request could be served now: a worker with both roles, or one of each."""
         return bool(self.able(BOTH).workers) or bool(self.able(PREFILL).workers and self.able(DECODE).workers)
 
+    def _audible(self, worker: WorkerView, now: float) -> bool:
+        """Whether a worker has been heard of lately."""
+        return self._replicas is None or (worker.heard is not None and now - worker.heard < self._silent_s)
+
     # --- inside -------------------------------------------------------------------------------------------------
 
     def _refresh(self, now: float) -> None:
@@ -254,7 +281,7 @@ class View:
             worker.noticed.expire(now)
             if self._replicas is not None:
                 self._look_up(worker, self._replicas)
-        known = sorted(worker.measured for worker in self.workers.values() if worker.measured)
+        known = sorted(worker.measured for worker in self.workers.values() if worker.measured and worker.alive)
         typical = known[len(known) // 2] if known else PROMPT_TOKENS_S
         for worker in self.workers.values():
             measured = worker.measured or typical
@@ -271,6 +298,7 @@ class View:
         self._meet(worker, incarnation)
         worker.heard, worker.load = heard, load
         worker.queued_tokens, worker.queued_at = load.queued_tokens, heard
+        worker.promised = worker.promised_tokens = 0
         for router, number in load.accepted:
             worker.sent.arrived(router, number)
             worker.noticed.arrived(router, number)
@@ -282,5 +310,6 @@ class View:
                 self.soon.forget_worker(worker.name)
                 worker.sent.clear()
                 worker.noticed.clear()
+                worker.promised = worker.promised_tokens = 0
                 worker.queued_tokens = 0
             worker.incarnation = incarnation

@@ -97,6 +97,8 @@ class Worker:
         self._speeds = SpeedMeter()
         self._arrivals = Arrivals()
         self._gossip: GossipNode | None = None
+        self._gateways: dict[str, int] = {}
+        """Process ids of the gateways that have requests here."""
 
     async def host(self) -> tuple[str, int]:
         """The machine that this process runs on, and the cores that it may use there."""
@@ -150,10 +152,6 @@ class Worker:
         """Tell all routers what is here, from now on; returns where this node can be joined through."""
         summary = Summary(self.name, self.incarnation, config.keys_per_worker)
 
-        def load() -> Load:
-            self._journal.read(summary)
-            return self.load()
-
         self._gossip = await GossipNode.start(
             self.name,
             WORKER,
@@ -161,7 +159,8 @@ class Worker:
             config=config,
             seeds=seeds,
             summary=summary,
-            load=load,
+            load=self.load,
+            before_tick=lambda: self._journal.read(summary),
         )
         return self._gossip.member.address
 
@@ -221,7 +220,7 @@ class Worker:
         is over; tokens go to the gateway as they come. `fetch` is where to copy a beginning of the prompt from. If more
         than `new_tokens` of it would have to be computed, the outcome is "stale"."""
         dispatch = dispatch or Dispatch()
-        self._arrivals.arrived(dispatch)
+        self._arrivals.arrived(dispatch, time.monotonic())
         queued_tokens = self.queued_tokens
         most = dispatch.most_queued
         if self._full or (most is not None and queued_tokens > most):
@@ -240,7 +239,6 @@ class Worker:
                 self._handover.cancel(job.id, "aborted")
                 return await outcome
             job.decode = decode
-            job.queued_tokens = 0
             if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens, dispatch.cached)):
                 return Outcome("stale")
             return await asyncio.wait_for(asyncio.shield(outcome), job.deadline - time.monotonic())
@@ -258,6 +256,7 @@ class Worker:
         if new_tokens is not None and job.request.prompt_tokens - engine.found(job.request) > new_tokens:
             return False
         engine.add(job.request, hand_off=job.decode is not None, believed=believed)
+        job.queued_tokens = 0  # the engine counts it from now on
         return True
 
     async def abort(self, request_id: str) -> None:
@@ -285,8 +284,8 @@ class Worker:
             queued_tokens=self.queued_tokens,
             running=self._engine.running,
             prompt_tokens_s=self._speeds.prompt_tokens_s,
-            free_blocks=blocks["free"] + blocks["cached"] - blocks["pinned"],
-            accepted=self._arrivals.latest,
+            free_blocks=max(0, blocks["free"] + blocks["cached"] - blocks["pinned"]),  # it changes while it is read
+            accepted=self._arrivals.latest(time.monotonic()),
         )
 
     @property
@@ -425,7 +424,9 @@ class Worker:
             self._front.spawn(self._deliver(job.request.gateway, [delta], now + GATEWAY_TIMEOUT_S))
             await self.abort(job.id)
         await self._takeover.check_leases()
-        for gateway in {job.request.gateway for job in self._front.jobs.values()}:
+        gateways = {job.request.gateway for job in self._front.jobs.values()}
+        self._gateways = {name: process for name, process in self._gateways.items() if name in gateways}
+        for gateway in gateways:
             self._front.spawn(self._check_gateway(gateway))
 
     async def _deliver(self, gateway: str, deltas: list[Delta], until: float) -> None:
@@ -444,7 +445,9 @@ class Worker:
 
     async def _check_gateway(self, gateway: str) -> None:
         try:
-            await self._directory.call(gateway, "ping", timeout=GATEWAY_TIMEOUT_S)
+            process = await self._directory.call(gateway, "ping", timeout=GATEWAY_TIMEOUT_S)
+            if self._gateways.setdefault(gateway, process) != process:  # another life under the same name
+                await self._abort_gateway(gateway)
         except PeerDead:
             await self._abort_gateway(gateway)
         except PeerError as error:
@@ -452,5 +455,6 @@ class Worker:
 
     async def _abort_gateway(self, gateway: str) -> None:
         """A gateway is gone, and with it whoever wanted its requests answered."""
+        self._gateways.pop(gateway, None)
         for job in [job for job in self._front.jobs.values() if job.request.gateway == gateway]:
             await self.abort(job.id)

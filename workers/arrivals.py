@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from transfer.messages import Dispatch
 
-MOST = 32
-"""Routers that are remembered, the latest ones: those of earlier lives send nothing any more."""
+KEEP_S = 10.0
+"""How long an arrival is reported: often enough for every router to hear of it."""
 
 
 class Arrivals:
     """The highest number by router. Those before it have arrived, too, or will at about the same time."""
 
     def __init__(self) -> None:
-        self._numbers: OrderedDict[str, int] = OrderedDict()
+        self._last: dict[str, tuple[int, float]] = {}
 
-    @property
-    def latest(self) -> tuple[tuple[str, int], ...]:
-        """Routers' names and the numbers of their last dispatches."""
-        return tuple(self._numbers.items())
+    def latest(self, now: float) -> tuple[tuple[str, int], ...]:
+        """Routers that have sent something lately, and the numbers of their last dispatches."""
+        self._last = {router: last for router, last in self._last.items() if now - last[1] < KEEP_S}
+        return tuple((router, number) for router, (number, _) in self._last.items())
 
-    def arrived(self, dispatch: Dispatch) -> None:
+    def arrived(self, dispatch: Dispatch, now: float) -> None:
         """A request has arrived, whether or not it is accepted."""
         if dispatch.router:
-            self._numbers[dispatch.router] = max(dispatch.number, self._numbers.get(dispatch.router, 0))
-            self._numbers.move_to_end(dispatch.router)
-            while len(self._numbers) > MOST:
-                self._numbers.popitem(last=False)
+            number, _ = self._last.get(dispatch.router, (0, 0.0))
+            self._last[dispatch.router] = max(dispatch.number, number), now

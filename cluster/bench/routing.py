@@ -23,7 +23,7 @@ from router.view import DECODE, PREFILL, View
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Applied, Replicas
 from transfer.gossip.summary import DEVICE, Load, Update, digest
-from transfer.messages import pack_tokens
+from transfer.messages import CacheStats, Speeds, TransferStats, WorkerStatus, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
 BLOCK = 16
@@ -75,11 +75,15 @@ def _measure(shape: Shape, count: int, done: Callable[[], None]) -> Figures:
     names = [f"{PREFILL}-{number}" for number in range(count)]
     view = View([(name, PREFILL) for name in names] + [(f"{DECODE}-0", DECODE)], time.monotonic, replicas, SILENT_S)
     _fill(replicas, names, documents, shape, random)
-    grown = process.memory_info().rss - before
+    for name in names:
+        view.update(_status(name, PREFILL))
+    view.update(_status(f"{DECODE}-0", DECODE))
+    grown = max(process.memory_info().rss - before, replicas.table.nbytes)
     router = Router(view, RouterConfig(), "router", random)
     keys, decisions = [], []
     for number in range(shape.decisions):
         replicas.apply(_heartbeat(replicas, random.choice(names), random), time.monotonic())
+        view.update(_status(random.choice(names), PREFILL))
         cut = random.randrange(shape.prompt)
         tokens = random.choice(documents)[:cut] + random.choices(range(VOCABULARY), k=shape.prompt - cut)
         packed = pack_tokens(tokens)
@@ -113,6 +117,33 @@ def _fill(replicas: Replicas, names: list[str], documents: list[list[int]], shap
         load = Load(random.randrange(int(SPEED)), 1, SPEED, 1000)
         update = Update(name, 1, 1, 0, load, digest(keys, tiers), keys.astype("<u8").tobytes(), tiers.tobytes())
         assert replicas.apply(update, time.monotonic()) is Applied.APPLIED
+
+
+def _status(name: str, role: str) -> WorkerStatus:
+    """What a worker answers: all have the same model, so that they could copy from one another."""
+    return WorkerStatus(
+        name=name,
+        role=role,
+        node="",
+        pid=0,
+        state="ready",
+        model="model",
+        incarnation=1,
+        running=0,
+        waiting=0,
+        prefix_cache=True,
+        blocks={},
+        fragmentation=0.0,
+        cache=CacheStats(),
+        transfer=TransferStats(),
+        speeds=Speeds(SPEED, 0.02, 1e10),
+        token_bytes=131_072,
+        resident_bytes=0,
+        block_size=BLOCK,
+        max_model_len=0,
+        vocab_size=VOCABULARY,
+        fingerprint="model",
+    )
 
 
 def _heartbeat(replicas: Replicas, name: str, random: Random) -> Update:

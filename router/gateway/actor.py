@@ -173,7 +173,10 @@ class Gateway:
     async def _heartbeat(self, name: str) -> None:
         """Ask a worker how it is. Only the end of its process counts as death; a slow answer does not."""
         try:
-            self._view.update(await self._directory.call(name, "status", timeout=STATUS_TIMEOUT_S))
+            status = await self._directory.call(name, "status", timeout=STATUS_TIMEOUT_S)
+            if self._view.update(status):
+                _log.warning("worker %s has another life", name)
+                self._dispatcher.worker_died(name)
         except PeerDead as error:
             if self._view.workers[name].alive:
                 _log.warning("worker %s died: %s", name, error)

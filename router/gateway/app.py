@@ -26,8 +26,9 @@ CLIENT_CLOSED = 499
 """Status, in metrics only, of a request whose client left (as nginx counts it)."""
 PLAN_HEADER = "x-headwater-plan"
 """With it in a request, the response has one, too: the plans that were made for its prompts, as JSON."""
-MAX_PLANS = 16
-"""Prompts whose plans are shown: clients limit the size of headers."""
+MAX_PLANS, MAX_PLAN_HEADER = 16, 4096
+"""Prompts whose plans are shown, the latest of each; if that is longer than so many bytes, only the first prompt's last
+plan is. Proxies and clients limit the size of headers."""
 T = TypeVar("T")
 Pieces = AsyncGenerator[Piece, None]
 
@@ -169,8 +170,11 @@ async def _respond(request: Request, service: Service, jobs: list[Job], answer: 
 def _plans(request: Request, jobs: list[Job]) -> dict[str, str]:
     if PLAN_HEADER not in request.headers:
         return {}
-    plans = [[asdict(plan) for plan in job.prompt.plans] for job in jobs[:MAX_PLANS]]
-    return {PLAN_HEADER: json.dumps(plans)}
+    for count in (MAX_PLANS, 1):
+        text = json.dumps([[asdict(plan) for plan in job.prompt.plans[-count:]] for job in jobs[:count]])
+        if len(text) <= MAX_PLAN_HEADER:
+            break
+    return {PLAN_HEADER: text}
 
 
 async def _closing(work: Awaitable[T], pieces: Pieces) -> T:

@@ -27,6 +27,8 @@ from transfer.prefix import PrefixChain
 
 _log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 5.0
+MAX_FULL = 8
+"""Decode workers without a place that a request is turned away from, before its client hears of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,8 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         self.in_flight += 1
         try:
-            for left in reversed(range(self._router_config.attempts)):
+            left, full = self._router_config.attempts, MAX_FULL
+            while True:
                 attempt = self._start(prompt, sampling, sent, deadline, avoid)
                 try:
                     async for delta in self._ordered(attempt, deadline):
@@ -149,11 +152,12 @@ class Dispatcher:
                             return
                 except AttemptFailed as error:
                     _log.warning("request %s: %s", attempt.request.request_id, error)
-                    avoid |= error.workers
-                    if not left and error.busy:
+                    left, full = (left, full - 1) if error.busy else (left - 1, full)
+                    if not full or (error.busy and error.workers <= avoid):  # it was asked again: there are no others
                         raise overloaded(str(error)) from None
                     if not left:
                         raise failed(f"the request could not be completed: {error}") from None
+                    avoid |= error.workers
                 finally:
                     self._end(attempt)
         finally:
@@ -204,6 +208,7 @@ class Dispatcher:
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
         """Call prefill workers until one takes the request, and watch over its part."""
         request, failing = attempt.request, avoid
+        willing: frozenset[str] = frozenset()  # with more to do than was believed, but not at their bounds
         left, local_tokens = self._router_config.candidates, None
         while True:
             plan = attempt.plan
@@ -238,18 +243,22 @@ class Dispatcher:
                 return
             elif outcome.worker:
                 # The decode worker. This request's transfer is over, so another one is for another attempt.
+                self._router.view.full(outcome.worker)
                 full = f"{outcome.worker} is busy with {outcome.queued} requests queued"
                 attempt.queue.put_nowait(AttemptFailed(full, frozenset([outcome.worker]), busy=True))
                 return
             else:
                 left, avoid = left - 1, avoid | {name}
-                self._router.view.queue_is(name, outcome.queued_tokens)
+                self._router.view.queue_is(name, outcome.queued_tokens, dispatch.router, dispatch.number)
+                if dispatch.most_queued is not None and outcome.queued_tokens > dispatch.most_queued:
+                    willing |= {name}
             attempt.ticket.close()
-            if left and self._again(attempt, prompt, avoid, local_tokens):
+            if left > 0 and self._again(attempt, prompt, avoid, local_tokens):
                 continue
-            if left and outcome.status == "busy":
-                left = 1  # nobody else is there: whoever is the least busy takes it, unless it cannot
-                if self._again(attempt, prompt, failing, local_tokens):
+            if willing:  # and nobody else: the least busy of them takes it
+                avoid, left = failing | (avoid - willing), 1
+                willing = frozenset()
+                if self._again(attempt, prompt, avoid, local_tokens):
                     continue
             busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
             lost = AttemptFailed(f"{name} does not have what was believed", frozenset())

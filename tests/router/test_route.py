@@ -204,7 +204,7 @@ def test_a_short_prompt_is_computed_where_it_is_answered() -> None:
     route, _ = pair()
     plan = ask(route, [1] * 40)
     assert (plan.prefill, plan.decode, plan.new_tokens) == ("decode-0", None, 512)
-    assert plan.why["seconds"]["decode-0"] < plan.why["seconds"]["prefill-0"]
+    assert plan.why["until_decode"]["decode-0"] < plan.why["until_decode"]["prefill-0"]
 
 
 def test_a_long_prompt_is_handed_over() -> None:

@@ -19,6 +19,7 @@ def test_beliefs_end_when_nobody_renews_them() -> None:
     soon = Soon()
     soon.add("w", KEYS[:2], True, 10.0)
     soon.add("w", KEYS[:1], False, 20.0)
+    soon.add("w", KEYS[:1], False, 15.0)
     soon.expire(10.0)
     assert soon.depths(KEYS) == {"w": (1, 1)}
     soon.expire(20.0)
@@ -37,3 +38,13 @@ def test_what_was_not_computed_is_forgotten_but_not_what_was_there_before() -> N
     assert soon.depths(KEYS) == {"w": (1, 1)}
     soon.forget_worker("w")
     assert not soon._keys
+
+
+def test_a_belief_that_lasts_long_keeps_no_others_alive_and_renewals_take_no_room() -> None:
+    soon = Soon()
+    soon.add("slow", KEYS[:1], False, 1000.0)
+    for number in range(500):
+        soon.add("w", KEYS[1:2], True, 2.0 + number / 100)
+    assert len(soon._ends) == 2
+    soon.expire(7.0)
+    assert soon.depths(KEYS) == {"slow": (1, 0)}

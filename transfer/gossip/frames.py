@@ -197,13 +197,15 @@ class Want:
 @dataclass(frozen=True, slots=True)
 class Notice:
     """`router` has just sent `worker` a request of `length` tokens, of which `tokens` must be computed; `number` counts
-    its dispatches to this worker. `keys` ('<u8') are those of the prompt's prefixes whose heat it adds to."""
+    its dispatches to this worker. `decode` will generate, if more than one token is wanted. `keys` ('<u8') are of the
+    prefixes whose heat it adds to."""
 
     router: str
     worker: str
     number: int
     tokens: int
     length: int
+    decode: str
     keys: bytes
 
 

@@ -64,6 +64,7 @@ class GossipNode:
         replicas: Replicas | None = None,
         summary: Summary | None = None,
         load: Callable[[], Load] | None = None,
+        before_tick: Callable[[], None] = lambda: None,
         on_event: Callable[[Event], None] = lambda event: None,
     ) -> GossipNode:
         """Listen where the others reach this node, and join through `seeds`. Port 0 is any free one; `member` has it.
@@ -74,7 +75,7 @@ class GossipNode:
         key = config.key.get_secret_value().encode()
         udp, tcp = _listen(host, port)
         me = Member(name, role, host, udp.getsockname()[1], incarnation)
-        node = cls(Gossip(me, config, key, Random(), replicas, summary, load, seeds), on_event)
+        node = cls(Gossip(me, config, key, Random(), replicas, summary, load, seeds, before_tick), on_event)
         loop = asyncio.get_running_loop()
         node._udp, _ = await loop.create_datagram_endpoint(lambda: node._datagrams, sock=udp)
         node._server = await asyncio.start_server(node._serve, sock=tcp)

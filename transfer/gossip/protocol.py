@@ -67,7 +67,8 @@ class Send:
 
 
 class Gossip:
-    """One node. `replicas` makes it a router; `summary` and `load` make it a worker.
+    """One node. `replicas` makes it a router; `summary` and `load` make it a worker, and `before_tick` may bring the
+    summary up to date.
 
     `seeds` are addresses of nodes to join through; it may hold the node's own. `key` is the cluster's secret, at least
     16 bytes. The caller hands in what arrives (`receive`), calls `tick` some twenty times a second, sends what both
@@ -84,6 +85,7 @@ class Gossip:
         summary: Summary | None = None,
         load: Callable[[], Load] | None = None,
         seeds: Sequence[Address] = (),
+        before_tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.me = me
         self.membership = Membership(me, config, random)
@@ -94,7 +96,7 @@ class Gossip:
         self._collector = Collector(replicas, self.membership, config, random) if replicas is not None else None
         self._publisher: Publisher | None = None
         if summary is not None and load is not None:
-            self._publisher = Publisher(summary, load, self.membership, config)
+            self._publisher = Publisher(summary, load, before_tick, self.membership, config)
         self._seeds = list(seeds)
         self._random = random
         self._events: list[Up | Down | Notice] = []

@@ -58,16 +58,23 @@ class Publisher:
     """A worker's side: streams its summary's log and answers who lacks a part of it."""
 
     def __init__(
-        self, summary: Summary, load: Callable[[], Load], membership: Membership, config: GossipConfig
+        self,
+        summary: Summary,
+        load: Callable[[], Load],
+        before_tick: Callable[[], None],
+        membership: Membership,
+        config: GossipConfig,
     ) -> None:
         self._summary = summary
         self._load = load
+        self._before_tick = before_tick
         self._membership = membership
         self._config = config
         self._next = 0.0
 
     def tick(self, now: float) -> list[Letter]:
         """The next entry of the log, when it is time or much has changed."""
+        self._before_tick()
         if now < self._next and self._summary.changes < self._config.update_changes:
             return []
         # A fixed rhythm, so that late ticks do not make it slower; after a pause it starts anew.

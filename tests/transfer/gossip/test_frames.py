@@ -58,7 +58,7 @@ MESSAGES: list[Message] = [
     Mend(Repair("w0", 17, 5, LOAD, 7, b"\1\77", b"12345678", b"\2")),
     Have(True, (("w0", 17, 5), ("w1", 2, 0))),
     Want("w0", 17, 5, bytes(512)),
-    Notice("r0", "w0", 4, 512, 600, bytes(range(16))),
+    Notice("r0", "w0", 4, 512, 600, "w1", bytes(range(16))),
 ]
 
 
@@ -214,7 +214,7 @@ def test_replays_are_refused_and_reordering_is_not() -> None:
 
 def test_batches_keep_order_and_size() -> None:
     sealer = Sealer("w0", 17, KEY)
-    messages = [pack(Notice("r0", "w" * (number % 100), number, 5, 7, b"")) for number in range(200)]
+    messages = [pack(Notice("r0", "w" * (number % 100), number, 5, 7, "", b"")) for number in range(200)]
     messages[50] = bytes(5000)
     batches = sealer.batches(messages, 1400)
     assert list(itertools.chain(*batches)) == messages

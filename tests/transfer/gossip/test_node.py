@@ -163,7 +163,7 @@ async def test_notices_go_to_all_other_routers_at_once(house: House) -> None:
     seeds = [r0.node.member.address]
     r1, r2 = await house.start("r1", seeds), await house.start("r2", seeds)
     await until(lambda: all(len(life.names) == 2 for life in house.lives))
-    notice = Notice("r1", "w0", 3, 512, 600, bytes(8))
+    notice = Notice("r1", "w0", 3, 512, 600, "", bytes(8))
     r1.node.dispatched(notice)
     assert await until(lambda: notice in r0.events and notice in r2.events) < 0.5
     assert notice not in r1.events
