@@ -51,14 +51,12 @@ def test_turns_go_where_their_chat_is_whichever_router_they_come_to() -> None:
 
 def test_every_router_ends_up_with_what_every_worker_has() -> None:
     trace = [*chats(30, 8, seed=2), request(240, 200.0, 10**6 + 1)]  # a quiet time, then one more
-    played(trace, Watched, capacity=60, loss=0.1)
+    last = played(trace, Watched, capacity=60, loss=0.1).workers[-1]
     summaries = Watched.last.summaries
-    changed = {Watched.last._numbers[name] for name, one in summaries.items() if one.changes}
     for replicas in Watched.last.replicas:
         for number, (name, summary) in enumerate(summaries.items()):
-            if number not in changed:
+            if number != last:  # what the last request changed is still on its way
                 assert replicas.state(name)[2] == summary.digest
-    assert len(changed) <= 1  # only where the last request went
     assert sum(len(summary) for summary in summaries.values()) > 200
 
 
