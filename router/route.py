@@ -198,9 +198,12 @@ class Router:
     # --- who computes the prompt --------------------------------------------------------------------------------
 
     def _but(self, avoid: frozenset[str], *roles: str) -> dict[str, WorkerView]:
-        """Workers of some roles that are able, but for those to avoid."""
+        """Workers of some roles that are able, but for those to avoid. If only silent ones are left, those."""
         able = self.view.able(*roles).workers
-        return {name: worker for name, worker in able.items() if name not in avoid} if avoid else able
+        if not avoid:
+            return able
+        left = {name: worker for name, worker in able.items() if name not in avoid}
+        return left or {one.name: one for one in self.view.living(*roles) if one.name not in avoid}
 
     def _prefill_for(self, ask: _Ask, able: dict[str, WorkerView]) -> tuple[WorkerView, Reach, dict[str, object]]:
         index, homes = self._anchor(ask.ladder, ask.now)
@@ -256,8 +259,8 @@ class Router:
         return [worker for worker in candidates if worker.wait_s(now) <= longest and worker.in_flight + 1 <= most]
 
     def _cost(self, ask: _Ask, worker: WorkerView, shared: int) -> tuple[float, Reach]:
-        """Of the prompt's first `shared` tokens, which are hot, computing costs nothing: every worker will need them. One
-        that lacks them would otherwise get no work while those that have them wait for work, too."""
+        """Of the prompt's first `shared` tokens, which are hot, computing costs nothing: every worker will need them.
+        One that lacks them would otherwise get no work while those that have them wait for work, too."""
         way = self._reach(ask, worker)
         free_s = max(0, shared - (ask.tokens - way.missing)) / worker.prompt_tokens_s
         return worker.wait_s(ask.now) + self._config.cache_weight * (way.seconds - free_s), way

@@ -242,14 +242,18 @@ class View:
     # --- what a decision needs ----------------------------------------------------------------------------------
 
     def able(self, *roles: str) -> Crowd:
-        """Living workers of any of these roles, as of at most `REFRESH_S` ago."""
+        """Living workers of any of these roles, as of at most `REFRESH_S` ago; not silent ones, unless all are."""
         now = self.now()
         if now - self._refreshed >= REFRESH_S:
             self._refresh(now)
         if roles not in self._crowds:
-            living = [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
+            living = self.living(*roles)
             self._crowds[roles] = Crowd.of([one for one in living if self._audible(one, now)] or living, now)
         return self._crowds[roles]
+
+    def living(self, *roles: str) -> list[WorkerView]:
+        """Workers of any of these roles that are not known to be dead, silent or not."""
+        return [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
 
     def holdings(self, ladder: Ladder) -> Holdings:
         """How much of a prompt the workers hold."""
@@ -290,11 +294,14 @@ class View:
 
     def _look_up(self, worker: WorkerView, replicas: Replicas) -> None:
         """Take in what a worker's newest summary says of its load."""
-        heard = replicas.heard(worker.name)
-        if heard is None or heard == worker.heard:
+        load, heard, incarnation = (
+            replicas.load(worker.name),
+            replicas.heard(worker.name),
+            replicas.state(worker.name)[0],
+        )
+        known = load is worker.load and heard == worker.heard and incarnation == worker.incarnation
+        if load is None or heard is None or known:
             return
-        load, incarnation = replicas.load(worker.name), replicas.state(worker.name)[0]
-        assert load is not None
         self._meet(worker, incarnation)
         worker.heard, worker.load = heard, load
         worker.queued_tokens, worker.queued_at = load.queued_tokens, heard
