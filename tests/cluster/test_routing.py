@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import ray
 
@@ -39,41 +40,49 @@ def body(prompt: list[int]) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
 
 
-def ask(url: str, prompt: list[int]) -> tuple[int, str]:
-    """Tokens of the prompt that were cached, and the worker that computed the others."""
+def ask(url: str, prompt: list[int]) -> tuple[int, list[str]]:
+    """Tokens of the prompt that were cached, and the workers that were to compute the others, the last one did."""
     answer = httpx.post(f"{url}/v1/completions", json=body(prompt), headers=ASK_PLAN, timeout=60)
     assert answer.status_code == 200, answer.text
-    ((*_, plan),) = json.loads(answer.headers["x-headwater-plan"])
-    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]), plan["prefill"]
+    (plans,) = json.loads(answer.headers["x-headwater-plan"])
+    cached = int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    return cached, [plan["prefill"] for plan in plans]
 
 
-def cached(url: str, prompts: list[list[int]]) -> float:
-    """The share of prompts of which almost all was cached."""
-    return sum(ask(url, prompt)[0] >= PROMPT - 32 for prompt in prompts) / len(prompts)
+def place(url: str, prompts: list[list[int]]) -> list[str]:
+    """Where prompts are computed."""
+    return [ask(url, prompt)[1][-1] for prompt in prompts]
+
+
+def found(url: str, prompts: list[list[int]], where: list[str]) -> float:
+    """The share of prompts that are sent where they were computed, and of which almost all is cached."""
+    asked = [ask(url, prompt) for prompt in prompts]
+    return sum(
+        cached >= PROMPT - 32 and plans == [worker] for (cached, plans), worker in zip(asked, where, strict=True)
+    ) / len(prompts)
 
 
 def test_repeated_prompts_land_where_the_cache_is_through_either_gateway(wide: Cluster) -> None:
-    prompts = [words(seed) for seed in range(40)]
-    first = [ask(wide.urls[number % 2], prompt)[1] for number, prompt in enumerate(prompts)]
-    assert len(set(first)) == 4
+    prompts = [[words(seed) for seed in range(20)], [words(seed) for seed in range(20, 40)]]
+    placed = [place(url, some) for url, some in zip(wide.urls, prompts, strict=True)]
+    assert len({*placed[0], *placed[1]}) == 4
     time.sleep(GOSSIP_S)
     # Each through the gateway that it has not been through.
-    assert cached(wide.urls[1], prompts[::2]) >= 0.95
-    assert cached(wide.urls[0], prompts[1::2]) >= 0.95
+    assert found(wide.urls[1], prompts[0], placed[0]) >= 0.95
+    assert found(wide.urls[0], prompts[1], placed[1]) >= 0.95
     assert_balance(wide)
 
 
 def test_a_gateway_that_starts_late_knows_what_was_cached_before(wide: Cluster) -> None:
     prompts = [words(100 + seed) for seed in range(20)]
-    for prompt in prompts:
-        ask(wide.urls[0], prompt)
+    placed = place(wide.urls[0], prompts)
     ray.kill(wide.gateways[1])
     port = wide.ports[1]
     actor = wide._gateway("gateway-2", port)  # its name is known to nobody
     try:
         assert ray.get(actor.start.remote(wide._seeds), timeout=60) == port
         time.sleep(GOSSIP_S)
-        assert cached(wide.urls[1], prompts) >= 0.95
+        assert found(wide.urls[1], prompts, placed) >= 0.95
     finally:
         ray.kill(actor)
         wide._actors["gateway-1"] = wide._gateway("gateway-1", port)
@@ -82,25 +91,44 @@ def test_a_gateway_that_starts_late_knows_what_was_cached_before(wide: Cluster) 
 
 def test_a_killed_worker_gets_nothing_after_a_second_and_comes_back_with_nothing(wide: Cluster) -> None:
     prompts = [words(200 + seed) for seed in range(24)]
-    placed = [ask(wide.urls[number % 2], prompt)[1] for number, prompt in enumerate(prompts)]
+    placed = place(wide.url, prompts)
     victim = placed[0]
     theirs = [prompt for prompt, worker in zip(prompts, placed, strict=True) if worker == victim]
     time.sleep(GOSSIP_S)
     ray.kill(wide.worker(victim))
     time.sleep(1.0)
     for url in wide.urls:
-        assert victim not in {ask(url, prompt)[1] for prompt in theirs}
+        assert all(victim not in ask(url, prompt)[1] for prompt in theirs)
     restart(wide, [victim], Worker)
     time.sleep(1.0)
     (again,) = (one for one in statuses(wide) if one.name == victim)
     assert again.cache.prompt_tokens == 0
-    for prompt in theirs:  # a start takes the machine's time, in which workers may fall silent and be passed over
-        ask(wide.url, prompt)
+    # A start takes the machine's time, in which workers may fall silent and be passed over.
+    placed = place(wide.url, theirs)
     time.sleep(GOSSIP_S)
     for url in wide.urls:
         # What it held is elsewhere now, and what is new finds it.
-        assert cached(url, theirs) >= 0.95
-        assert victim in {ask(url, words(random.randrange(10**9)))[1] for _ in range(30)}
+        assert found(url, theirs, placed) >= 0.95
+        assert victim in place(url, [words(random.randrange(10**9)) for _ in range(30)])
+    assert_balance(wide)
+
+
+def test_a_worker_that_stands_still_gets_nothing_until_it_moves_again(wide: Cluster) -> None:
+    prompts = [words(400 + seed) for seed in range(24)]
+    placed = place(wide.url, prompts)
+    victim = placed[0]
+    theirs = [prompt for prompt, worker in zip(prompts, placed, strict=True) if worker == victim]
+    (process,) = (psutil.Process(one.pid) for one in statuses(wide) if one.name == victim)
+    time.sleep(GOSSIP_S)
+    process.suspend()
+    try:
+        time.sleep(1.0)
+        for url in wide.urls:
+            assert all(victim not in ask(url, prompt)[1] for prompt in theirs)
+    finally:
+        process.resume()
+    time.sleep(GOSSIP_S)
+    assert victim in place(wide.url, [words(random.randrange(10**9)) for _ in range(30)])
     assert_balance(wide)
 
 
