@@ -27,6 +27,8 @@ PROMPT_TOKENS_S = 1000.0
 ALIKE = 0.5
 """Workers whose measured speeds do not differ by more than this factor from what is typical are taken to be equally
 fast. Measurements are never equal, and on an idle cluster the one that seems fastest would get everything."""
+UNTRIED_S = 30.0
+"""So is one that has got nothing to compute for this long: whoever once seemed slow would never be tried again."""
 REFRESH_S = 0.05
 ASSIGNED_HALF_LIFE_S = 30.0
 FULL_S = 0.5
@@ -289,7 +291,7 @@ class View:
         typical = known[len(known) // 2] if known else PROMPT_TOKENS_S
         for worker in self.workers.values():
             measured = worker.measured or typical
-            alike = ALIKE * typical <= measured <= typical / ALIKE
+            alike = ALIKE * typical <= measured <= typical / ALIKE or now - worker.assigned_at > UNTRIED_S
             worker.prompt_tokens_s = typical if alike else measured
 
     def _look_up(self, worker: WorkerView, replicas: Replicas) -> None:

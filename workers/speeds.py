@@ -9,6 +9,8 @@ from workers.scheduler import Work
 
 MIN_TOKENS = 64
 """Prompt tokens of a step from which its speed is that of prompts, and not of a step as such."""
+MIN_MEASURED = 4096
+"""Prompt tokens from which on a speed is claimed: the first steps are slower, and one of them proves nothing."""
 MIN_SENDING_S = 0.005
 """Time with a write under way from which its speed is taken."""
 WEIGHT = 0.2
@@ -20,6 +22,7 @@ class SpeedMeter:
 
     def __init__(self) -> None:
         self._prompts = 0.0, 0.0
+        self._measured = 0
         self._handover_s = 0.0
         self._bytes_s = 0.0
         self._sent = (0, 0.0)
@@ -28,6 +31,7 @@ class SpeedMeter:
         """A step has been computed. Called by the engine thread."""
         tokens = sum(work.count for work in works if work.count > 1)
         if tokens >= MIN_TOKENS:
+            self._measured += tokens
             before, took = self._prompts
             self._prompts = before * (1 - WEIGHT) + tokens, took * (1 - WEIGHT) + seconds
 
@@ -35,7 +39,7 @@ class SpeedMeter:
     def prompt_tokens_s(self) -> float:
         """Prompt tokens a second lately: by tokens, not by steps, because short steps are slower."""
         tokens, seconds = self._prompts
-        return tokens / seconds if seconds else 0.0
+        return tokens / seconds if self._measured >= MIN_MEASURED else 0.0
 
     def handed_over(self, seconds: float) -> None:
         """A hand-over was complete, so long after its first token."""

@@ -33,6 +33,8 @@ from transfer.prefix import root_key
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
 STATUS_TIMEOUT_S = 5.0
+MEET_S = 3.0
+"""How long a gateway that starts waits for news of all workers."""
 SERVER_END_S = 1.2
 """How long the HTTP server may take to end; it gives open connections a second of it."""
 
@@ -87,6 +89,7 @@ class Gateway:
         )
         names = list(self._view.workers)
         await asyncio.gather(*(self._heartbeat(name) for name in names))
+        await self._meet()
         limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
         service = Service(self._text, self._dispatcher, limits)
         app = create_app(service, self._ready, self._render, self._config.max_body_bytes)
@@ -153,6 +156,13 @@ class Gateway:
         if self._gossip is not None:
             await self._gossip.stop()
         return cut
+
+    async def _meet(self) -> None:
+        """Wait until something has been heard of every worker, but not long. Whoever is not heard of gets no work while
+        others are."""
+        until = time.monotonic() + MEET_S
+        while time.monotonic() < until and not all(name in self._replicas for name in self._view.workers):
+            await asyncio.sleep(0.02)
 
     def _notify(self, notice: Notice) -> None:
         if self._gossip is not None:

@@ -7,7 +7,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.route import NoWorkers, Router
-from router.view import ALIKE, NOTICE_S, REFRESH_S, Ladder, View
+from router.view import ALIKE, NOTICE_S, REFRESH_S, UNTRIED_S, Ladder, View
 from tests.router.test_route import BLOCK, LONG, chain, report
 from transfer.gossip.frames import Notice
 from transfer.gossip.ladder import checkpoints
@@ -188,11 +188,17 @@ def test_speeds_that_are_alike_are_equal_and_others_are_not() -> None:
     for name, speed in (("p0", 900.0), ("p1", 1000.0), ("p2", 1000.0 / ALIKE - 1), ("p3", 1000.0 * ALIKE - 1)):
         house.hear(name, prompt_tokens_s=speed)
     house.hear("d0", prompt_tokens_s=0.0)
+    for worker in house.view.workers.values():
+        worker.assign(1, house.now)
     house.view.able("prefill")
     speeds = {name: worker.prompt_tokens_s for name, worker in house.view.workers.items()}
     typical = speeds["p1"]
     assert speeds["p0"] == speeds["p1"] == speeds["d0"] == typical
     assert speeds["p3"] == 1000.0 * ALIKE - 1
+    house.now += UNTRIED_S + 1
+    house.hear(*house.summaries)
+    house.view.able("prefill")
+    assert house.view.workers["p3"].prompt_tokens_s == typical
 
 
 def test_answers_are_counted_by_report_and_since_by_all_routers() -> None:
