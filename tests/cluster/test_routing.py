@@ -99,6 +99,7 @@ def test_a_killed_worker_gets_nothing_after_a_second_and_comes_back_with_nothing
     time.sleep(1.0)
     for url in wide.urls:
         assert all(victim not in ask(url, prompt)[1] for prompt in theirs)
+        assert httpx.get(f"{url}/ready").status_code == httpx.get(f"{url}/v1/models").status_code == 200
     restart(wide, [victim], Worker)
     time.sleep(1.0)
     (again,) = (one for one in statuses(wide) if one.name == victim)
@@ -132,6 +133,13 @@ def test_a_worker_that_stands_still_gets_nothing_until_it_moves_again(wide: Clus
     assert_balance(wide)
 
 
+def test_requests_that_are_refused_count_against_no_worker(wide: Cluster) -> None:
+    too_long = body(words(500, PROMPT) * 200)
+    answers = [httpx.post(f"{wide.url}/v1/completions", json=too_long, timeout=60) for _ in range(20)]
+    assert {answer.status_code for answer in answers} == {400}
+    assert len(set(place(wide.url, [words(501 + seed) for seed in range(40)]))) == 4
+
+
 def spread(cluster: Cluster, prompt: list[int], requests: int) -> Counter[str]:
     """By worker, how many of many equal requests at once it got."""
 
@@ -151,8 +159,8 @@ def spread(cluster: Cluster, prompt: list[int], requests: int) -> Counter[str]:
 
 
 def test_one_hot_prompt_does_not_go_to_one_worker(wide: Cluster) -> None:
-    placed = spread(wide, words(300), 200)
-    assert max(placed.values()) <= 1.3 * 200 / 4
+    placed = spread(wide, words(300), 400)
+    assert max(placed.values()) <= 1.3 * 400 / 4
     assert_balance(wide)
 
 
