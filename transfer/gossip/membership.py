@@ -292,6 +292,7 @@ class Membership:
                 self._probe.timeout += pause
                 self._probe.end += pause
             for name in self._suspects:
+                self._entries[name].since += pause
                 self._entries[name].deadline += pause
         self._last_tick = now
 

@@ -117,13 +117,16 @@ class GossipNode:
         self._tell()
 
     async def _tick(self) -> None:
+        logged = ""
         while True:
             try:
                 self._send(self.gossip.tick(time.monotonic()))
                 self._tell()
-            except Exception:
+            except Exception as error:
                 # A node that stopped here would still look alive to its owner, and be dead to all others.
-                _logger.exception("gossip: a tick failed")
+                if repr(error) != logged:
+                    logged = repr(error)
+                    _logger.exception("gossip: a tick failed; that is said again only after another failure")
             await asyncio.sleep(TICK_S)
 
     def _tell(self) -> None:

@@ -91,6 +91,8 @@ class Gossip:
         self.membership = Membership(me, config, random)
         self.refused: Counter[str] = Counter()
         """Frames that were not looked into, by reason."""
+        self.failed: Counter[str] = Counter()
+        """Times that a part of `tick` has raised something, by part; the first of each is logged."""
         self._sealer = Sealer(me.name, me.incarnation, key)
         self._opener = Opener(key)
         self._collector = Collector(replicas, self.membership, config, random) if replicas is not None else None
@@ -135,20 +137,18 @@ class Gossip:
         return self._post(letters, rumours=True)
 
     def tick(self, now: float) -> list[Send]:
-        """What is due by now."""
-        letters = self.membership.tick(now)
-        sends = self._post(letters + self._settle(), rumours=True)
+        """What is due by now. A part that fails takes nothing from the others."""
+        sends = self._part("membership", self._tick_members, now)
         if self._publisher is not None:
-            sends += self._post(self._publisher.tick(now))
+            sends += self._part("publisher", self._publisher.tick, now)
         if self._collector is not None:
-            sends += self._post(self._collector.tick(now))
+            sends += self._part("collector", self._collector.tick, now)
         if now >= self._next_seed:
             self._next_seed = now + (SEED_S if self.membership.members else INQUIRY_S)
-            sends += self._post(self._try_seed())
+            sends += self._part("seeds", self._try_seed, now)
         if now >= self._next_expiry:
             self._next_expiry = now + 1.0
-            for name in self.membership.expired(now):
-                self._opener.forget(name)
+            sends += self._part("expiry", self._expire, now)
         return sends
 
     def dispatched(self, notice: Notice) -> list[Send]:
@@ -223,6 +223,23 @@ class Gossip:
                 return collector.on_have(message, sender, now)
         return []
 
+    def _part(self, what: str, tick: Callable[[float], list[Letter]], now: float) -> list[Send]:
+        try:
+            return self._post(tick(now), rumours=what == "membership")
+        except Exception:
+            self.failed[what] += 1
+            if self.failed[what] == 1:
+                _logger.exception("gossip: a tick of %s failed. Further ones are only counted.", what)
+            return []
+
+    def _tick_members(self, now: float) -> list[Letter]:
+        return self.membership.tick(now) + self._settle()
+
+    def _expire(self, now: float) -> list[Letter]:
+        for name in self.membership.expired(now):
+            self._opener.forget(name)
+        return []
+
     def _settle(self) -> list[Letter]:
         """Act on what membership has found out. Whoever learns of a router introduces itself to it."""
         events, self.membership.events = self.membership.events, []
@@ -240,7 +257,7 @@ class Gossip:
         self._next_inquiry = now + INQUIRY_S
         return [self.membership.sync(address)]
 
-    def _try_seed(self) -> Iterable[Letter]:
+    def _try_seed(self, now: float) -> list[Letter]:
         """Join, or join again: a seed that is not among the members, if there is one, is asked."""
         known = {member.address for member in self.membership.members} | {self.me.address}
         strangers = [seed for seed in self._seeds if seed not in known]

@@ -26,7 +26,8 @@ HOLD_S = 0.15
 GRACE_S = 0.04
 """What is missing may be on its way."""
 RETRY_S = 0.5
-MAX_RETRY_S = 2.0
+DOUBLINGS = 2
+"""So often the time to the next question grows."""
 MAX_ASKED = 32
 """Workers whose logs are asked for in one tick; the others wait their turn."""
 LAG = 2
@@ -230,7 +231,7 @@ class Collector:
             elif now >= missing.ask_at and sum(map(len, questions.values())) < MAX_ASKED:
                 target, want = self._question(member, missing, state)
                 questions.setdefault(target.address, []).append(want)
-                missing.ask_at = now + min(RETRY_S * 2**missing.tries, MAX_RETRY_S)
+                missing.ask_at = now + RETRY_S * 2 ** min(missing.tries, DOUBLINGS)
                 missing.tries += 1
         return [Letter((to,), tuple(wants)) for to, wants in questions.items()]
 
