@@ -116,6 +116,8 @@ class Membership:
         self.events: list[Up | Down] = []
         self.health = 0
         """0 is well; each step makes this node slower to call others dead."""
+        self.superseded = False
+        """Somebody knows a later life of this node's name."""
         self._config = config
         self._random = random
         self._version = 0
@@ -390,6 +392,7 @@ class Membership:
 
     def _hear_of_me(self, claim: Claim) -> None:
         mine = self.claim
+        self.superseded |= claim.incarnation > mine.incarnation
         if claim.incarnation == mine.incarnation and claim.rank > mine.rank and not self._left:
             bucket = _bucket(self.me.name)
             self._digests[bucket] = (self._digests[bucket] - _Entry(mine, 0.0).mark) % 2**64

@@ -127,6 +127,10 @@ class Gossip:
             answers += self._take(message, frame, self._address(frame, sender), now, letters)
         if self.membership.claim != before:
             answers.append(self.membership.claim)  # whoever doubted it hears it first
+        if self.membership.superseded:
+            self._warn(
+                "life", f"Gossip from %s:%d knows a later start of {self.me.name}: the others ignore this one.", sender
+            )
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
             letters += self._inquire(sender, now)
@@ -286,6 +290,10 @@ class Gossip:
             "key": "is not authentic: another cluster key?",
             "name": f"comes from another node named {self.me.name}.",
         }
-        if reason in what and reason not in self._warned:
-            self._warned.add(reason)
-            _logger.warning("A gossip frame from %s:%d %s Further ones are only counted.", *sender, what[reason])
+        if reason in what:
+            self._warn(reason, f"A gossip frame from %s:%d {what[reason]} Further ones are only counted.", sender)
+
+    def _warn(self, about: str, text: str, sender: Address) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _logger.warning(text, *sender)

@@ -57,7 +57,6 @@ class Replicas:
         self._limit = workers
         self._copies: dict[str, _Copy] = {}
         self._free: list[int] = []
-        self._gone: dict[str, int] = {}  # incarnations of the last that were forgotten
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -130,16 +129,13 @@ class Replicas:
         return self.table.tier(copy.row, key) if copy else None
 
     def forget(self, worker: str) -> None:
-        """A worker is gone; its row is free for another one. Earlier lives of it still do not count."""
+        """A worker is gone; its row is free for another one. What still comes of its lives is for the caller to refuse,
+        who knows which one is a member's."""
         if (copy := self._copies.pop(worker, None)) is None:
             return
         self.table.clear(copy.row)
         self.workers[copy.row] = ""
         self._free.append(copy.row)
-        self._gone.pop(worker, None)
-        self._gone[worker] = copy.incarnation
-        if len(self._gone) > self._limit:
-            del self._gone[next(iter(self._gone))]
 
     def buckets(self, worker: str) -> tuple[int, ...]:
         """Digests of the 64 buckets of what is here of a worker."""
@@ -170,13 +166,13 @@ class Replicas:
         """The copy that news are for, with their load if it is newer; a new incarnation starts with nothing. OLD or
         FULL where there is no use for their keys."""
         copy = self._copies.get(news.worker)
-        if news.incarnation < (copy.incarnation if copy else self._gone.get(news.worker, 0)):
-            return Applied.OLD
         if copy is None:
             if len(self._copies) >= self._limit:
                 return Applied.FULL
             copy = _Copy(self._place(news.worker), news.incarnation, news.load, now, news.seq)
             self._copies[news.worker] = copy
+        elif news.incarnation < copy.incarnation:
+            return Applied.OLD
         elif news.incarnation > copy.incarnation:
             self._drop(copy)
             copy.incarnation, copy.newest = news.incarnation, 0

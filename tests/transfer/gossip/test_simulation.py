@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from tests.transfer.gossip.cluster import KEY, Cluster
+from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, WORKER, News, Opener
 from transfer.gossip.membership import Down, Up
 from transfer.gossip.spread import homes
@@ -179,6 +180,26 @@ def test_a_restarted_worker_is_empty_and_its_old_frames_are_refused() -> None:
     assert sum(router.gossip.refused["old"] for router in cluster.routers.values()) >= 2
     ups = [(name, about) for _, name, about in cluster.told(Up) if about == "w1"]
     assert sorted(ups) == sorted([(name, "w1") for name in cluster.nodes if name != "w1"] * 2)
+
+
+def test_a_worker_whose_clock_went_back_is_ignored_until_its_old_life_is_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster(1, GossipConfig(forget_s=20.0))
+    cluster.lives = 100
+    for name in ("r0", "r1", "w0", "w1"):
+        cluster.start(name)
+    cluster.run(5.0)
+    cluster.kill("w0")
+    cluster.lives = 50
+    cluster.start("w0")
+    cluster.run(5.0)
+    assert all(router.replicas.state("w0")[0] != 51 for router in cluster.routers.values())
+    assert len([record for record in caplog.records if "later start of w0" in record.message]) == 1
+    cluster.run(60.0)
+    assert cluster.views() == {frozenset(cluster.nodes)}
+    assert not cluster.differences()
+    assert all(cluster.now - router.replicas.heard("w0") < 0.8 for router in cluster.routers.values())
 
 
 def test_frames_that_come_again_later_change_nothing() -> None:
