@@ -131,7 +131,7 @@ class Membership:
         self._rumours: dict[str, tuple[bytes, int]] = {}  # name: packed claim, how often it has been told
         self._digests = [0] * BUCKETS
         self._digests[_bucket(me.name)] = _Entry(self.claim, 0.0).mark
-        self._number = 0
+        self._number = random.getrandbits(64)  # so that nobody's recorded answer is one to this node
         self._probe: _Probe | None = None
         self._favours: dict[int, _Favour] = {}
         self._last_tick: float | None = None
@@ -435,7 +435,7 @@ class Membership:
         return [member for member in drawn if member.name != without][:count]
 
     def _count(self) -> int:
-        self._number += 1
+        self._number = (self._number + 1) % 2**64
         return self._number
 
 

@@ -128,9 +128,7 @@ class Gossip:
         if self.membership.claim != before:
             answers.append(self.membership.claim)  # whoever doubted it hears it first
         if self.membership.superseded:
-            self._warn(
-                "life", f"Gossip from %s:%d knows a later start of {self.me.name}: the others ignore this one.", sender
-            )
+            self._warn("life", "knows of a later start of %s: this one is ignored.", sender, self.me.name)
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
             letters += self._inquire(sender, now)
@@ -222,7 +220,7 @@ class Gossip:
             case Entry():
                 collector.on_entry(message.update, sender, now)
             case Mend():
-                collector.on_mend(message.repair, now)
+                collector.on_mend(message.repair, sender, now)
             case Have():
                 return collector.on_have(message, sender, now)
         return []
@@ -288,12 +286,12 @@ class Gossip:
         self.refused[reason] += 1
         what = {
             "key": "is not authentic: another cluster key?",
-            "name": f"comes from another node named {self.me.name}.",
+            "name": "comes from another node of the same name.",
         }
         if reason in what:
-            self._warn(reason, f"A gossip frame from %s:%d {what[reason]} Further ones are only counted.", sender)
+            self._warn(reason, what[reason] + " Further ones are only counted.", sender)
 
-    def _warn(self, about: str, text: str, sender: Address) -> None:
+    def _warn(self, about: str, text: str, sender: Address, *values: object) -> None:
         if about not in self._warned:
             self._warned.add(about)
-            _logger.warning(text, *sender)
+            _logger.warning("A gossip frame from %s:%d " + text, *sender, *values)

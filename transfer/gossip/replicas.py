@@ -36,7 +36,7 @@ class _Copy:
     row: int
     incarnation: int
     load: Load
-    heard: float
+    heard: float | None
     newest: int
     seq: int = 0
     digest: int = 0
@@ -64,9 +64,9 @@ class Replicas:
     def __contains__(self, worker: str) -> bool:
         return worker in self._copies
 
-    def apply(self, update: Update, now: float) -> Applied:
-        """Take an update over at time `now`, in seconds."""
-        copy = self._hear(update, now)
+    def apply(self, update: Update, heard: float | None) -> Applied:
+        """Take an update over. It shows that the worker was alive at time `heard`, in seconds; None: it does not."""
+        copy = self._hear(update, heard)
         if isinstance(copy, Applied):
             return copy
         if update.base == 0:
@@ -82,10 +82,10 @@ class Replicas:
             self._add(copy, np.frombuffer(update.added, "<u8"), np.frombuffer(update.tiers, np.uint8))
         return self._check(copy, update.seq, update.digest)
 
-    def mend(self, repair: Repair, now: float) -> Applied:
-        """Take over what differed from the digests that `buckets` gave. GAP, and nothing has changed, where that does
-        not lead to the writer's digest."""
-        copy = self._hear(repair, now)
+    def mend(self, repair: Repair, heard: float | None) -> Applied:
+        """Take over what differed from the digests that `buckets` gave; `heard` as for `apply`. GAP, and nothing has
+        changed, where that does not lead to the writer's digest."""
+        copy = self._hear(repair, heard)
         if isinstance(copy, Applied):
             return copy
         keys, tiers = self.table.items(copy.row)
@@ -105,7 +105,7 @@ class Replicas:
         return copy.load if copy else None
 
     def heard(self, worker: str) -> float | None:
-        """When something new was heard of a worker."""
+        """When something new showed that a worker was alive; None where nothing has."""
         copy = self._copies.get(worker)
         return copy.heard if copy else None
 
@@ -162,14 +162,14 @@ class Replicas:
         copy = self._copies.get(worker)
         return copy if copy and copy.seq and not copy.partial else None
 
-    def _hear(self, news: Update | Repair, now: float) -> _Copy | Applied:
+    def _hear(self, news: Update | Repair, heard: float | None) -> _Copy | Applied:
         """The copy that news are for, with their load if it is newer; a new incarnation starts with nothing. OLD or
         FULL where there is no use for their keys."""
         copy = self._copies.get(news.worker)
         if copy is None:
             if len(self._copies) >= self._limit:
                 return Applied.FULL
-            copy = _Copy(self._place(news.worker), news.incarnation, news.load, now, news.seq)
+            copy = _Copy(self._place(news.worker), news.incarnation, news.load, heard, news.seq)
             self._copies[news.worker] = copy
         elif news.incarnation < copy.incarnation:
             return Applied.OLD
@@ -177,7 +177,9 @@ class Replicas:
             self._drop(copy)
             copy.incarnation, copy.newest = news.incarnation, 0
         if news.seq > copy.newest:
-            copy.newest, copy.load, copy.heard = news.seq, news.load, now
+            copy.newest, copy.load = news.seq, news.load
+            if heard is not None and (copy.heard is None or heard > copy.heard):
+                copy.heard = heard
         return copy if news.seq > copy.seq else Applied.OLD
 
     def _place(self, worker: str) -> int:

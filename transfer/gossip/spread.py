@@ -118,13 +118,17 @@ class Collector:
         self._random = random
         self._held: dict[str, list[tuple[float, Update]]] = {}  # to be passed on, and when
         self._missing: dict[str, _Missing] = {}
+        self._ranked: list[tuple[Member, bool]] = []  # the routers by whom `_first_homes` are known
+        self._first_homes: dict[str, str] = {}
         self._next_relay = self._next_compare = 0.0
 
     def on_news(self, update: Update, sender: str, now: float) -> bool:
         """An entry of a worker's log, from itself or from a router. False: this node knows no such life of a worker."""
         if not self._present(update.worker, update.incarnation):
             return False
-        outcome = self._apply(update, sender, now)
+        # Through a second home it has taken longer, and would make a dead worker look alive for longer.
+        direct = sender in (update.worker, self._first_home(update.worker))
+        outcome = self._apply(update, sender, now, now if direct else now - HOLD_S)
         if sender != update.worker:
             held = self._held.get(update.worker)
             if held:
@@ -136,14 +140,14 @@ class Collector:
         return True
 
     def on_entry(self, update: Update, sender: str, now: float) -> None:
-        """What this router has asked for."""
+        """What this router has asked for. What another router remembers does not show that the worker is alive."""
         if self._present(update.worker, update.incarnation):
-            self._apply(update, sender, now)
+            self._apply(update, sender, now, now if sender == update.worker else None)
 
-    def on_mend(self, repair: Repair, now: float) -> None:
+    def on_mend(self, repair: Repair, sender: str, now: float) -> None:
         """What this router has asked for. If it does not fit, the next question is another one."""
         if self._present(repair.worker, repair.incarnation):
-            self._replicas.mend(repair, now)
+            self._replicas.mend(repair, now if sender == repair.worker else None)
 
     def on_have(self, have: Have, sender: str, now: float) -> list[Message]:
         """Another router's state: ask for what it is ahead in, and tell it what it lacks."""
@@ -176,6 +180,7 @@ class Collector:
         self._replicas.forget(worker)
         self._held.pop(worker, None)
         self._missing.pop(worker, None)
+        self._first_homes.pop(worker, None)
 
     def tick(self, now: float) -> list[Letter]:
         """What is due by now."""
@@ -191,8 +196,8 @@ class Collector:
                 letters.append(Letter((self._random.choice(routers),), (have,)))
         return letters + self._ask(now)
 
-    def _apply(self, update: Update, sender: str, now: float) -> Applied:
-        outcome = self._replicas.apply(update, now)
+    def _apply(self, update: Update, sender: str, now: float, heard: float | None) -> Applied:
+        outcome = self._replicas.apply(update, heard)
         if outcome is Applied.GAP:
             self._miss(update.worker, (update.incarnation, update.seq), sender, now)
         return outcome
@@ -263,6 +268,17 @@ class Collector:
 
     def _routers(self) -> tuple[Address, ...]:
         return tuple(router.address for router, _ in self._membership.routers())
+
+    def _first_home(self, worker: str) -> str:
+        """A worker's first home router, suspected or not."""
+        routers = self._membership.routers()
+        if routers is not self._ranked:
+            self._ranked, self._first_homes = routers, {}
+        first = self._first_homes.get(worker)
+        if first is None:
+            first = homes(worker, [*routers, (self._membership.me, False)])[0].name
+            self._first_homes[worker] = first
+        return first
 
     def _sure_homes(self, worker: str) -> list[str]:
         routers = self._membership.routers()

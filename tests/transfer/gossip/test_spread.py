@@ -1,5 +1,6 @@
 """What a router does about what it lacks, and what of it counts as a sign of life."""
 
+import itertools
 import logging
 from random import Random
 
@@ -27,7 +28,7 @@ def test_what_is_never_answered_is_asked_for_ever() -> None:
     collector.on_news(summary.update(Load()), "w0", 0.0)
     asked = [now for now in range(1, 6000) if collector.tick(float(now))]
     assert len(asked) > 2500
-    assert all(later - now <= 2 for now, later in zip(asked, asked[1:], strict=False))
+    assert all(later - now <= 2 for now, later in itertools.pairwise(asked))
 
 
 def test_a_part_that_fails_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
