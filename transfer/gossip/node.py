@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from opentelemetry import metrics
 
@@ -18,8 +18,10 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import MAX_FRAME, Address, Member, Notice
 from transfer.gossip.membership import Down, Up
 from transfer.gossip.protocol import Gossip, Send
-from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 Event: TypeAlias = Up | Down | Notice
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import (
@@ -42,9 +43,11 @@ from transfer.gossip.frames import (
     pack,
 )
 from transfer.gossip.membership import Down, Letter, Membership, Up
-from transfer.gossip.replicas import Replicas
 from transfer.gossip.spread import Collector, Publisher
 from transfer.gossip.summary import Load, Summary
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 INQUIRY_S = 1.0
 SEED_S = 10.0

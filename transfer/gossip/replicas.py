@@ -8,24 +8,25 @@ whose digest is not the writer's is dropped: rather nothing is known of a worker
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
-from transfer.gossip.summary import BUCKETS, Load, Repair, Update, bucket_digests, differing, digest, in_buckets
+from transfer.gossip.summary import (
+    BUCKETS,
+    Applied,
+    Load,
+    Repair,
+    Update,
+    bucket_digests,
+    differing,
+    digest,
+    in_buckets,
+)
 from transfer.gossip.table import SummaryTable
 
+__all__ = ["Applied", "Replicas"]
+
 _WRAP = (1 << 64) - 1
-
-
-class Applied(Enum):
-    """What became of an update: it counts now; it was known or superseded; or others must be had before it. Or the
-    worker is one too many."""
-
-    APPLIED = "applied"
-    OLD = "old"
-    GAP = "gap"
-    FULL = "full"
 
 
 @dataclass(slots=True)

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address, Entry, Have, Member, Mend, Message, News, Notice, Want, as_u64, hash64
 from transfer.gossip.membership import Letter, Membership
-from transfer.gossip.replicas import Applied, Replicas
-from transfer.gossip.summary import Load, Repair, Summary, Update
+from transfer.gossip.summary import Applied, Load, Repair, Summary, Update
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 HOMES = 2
 HOLD_S = 0.15

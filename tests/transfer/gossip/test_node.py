@@ -2,8 +2,11 @@
 
 import asyncio
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -280,3 +283,9 @@ async def test_bytes_that_were_not_sent_are_not_counted(house: House, monkeypatc
         r0.node._send([Send(address, bytes(30), False)])
         await until(lambda: not r0.node._delivering)
     assert counted == [30]
+
+
+def test_a_worker_that_publishes_compiles_nothing() -> None:
+    script = "import sys, transfer.gossip.node; sys.exit('numba' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=env).returncode == 0
