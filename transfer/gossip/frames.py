@@ -35,6 +35,7 @@ WINDOW = 1 << 14
 MAX_NODES = 4096
 """Nodes that a node knows at most, so that all of them fit a frame."""
 MAX_NAME = 128
+"""Bytes of a name in UTF-8."""
 
 _MAGIC = b"HW\x01"
 _TAG = 16
@@ -247,7 +248,7 @@ def _typed(values: Any, types: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(values) is not tuple or len(values) != len(types):
         raise FrameError("wrong number of fields")
     for value, kind in zip(values, types, strict=True):
-        if type(value) is not kind or (kind is int and value < 0) or (kind is str and len(value) > MAX_NAME):
+        if type(value) is not kind or (kind is int and value < 0) or (kind is str and len(value.encode()) > MAX_NAME):
             raise FrameError("a field of the wrong type or size")
     return values
 

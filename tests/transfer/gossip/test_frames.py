@@ -143,6 +143,7 @@ def test_authentic_nonsense_is_refused_or_well_formed(items: list[object]) -> No
         [4, "w0", WORKER, "10.0.0.7", 70_000, 1, 0, ALIVE, "w0"],
         [4, "w0", WORKER, "10.0.0.7", 7001, 1, 0, 4, "w0"],
         [4, "w" * 129, WORKER, "10.0.0.7", 7001, 1, 0, ALIVE, "w0"],
+        [4, "\N{SNOWMAN}" * 43, WORKER, "10.0.0.7", 7001, 1, 0, ALIVE, "w0"],  # 129 bytes
         [0, -1, "w0"],
         [0, True, "w0"],
         [10, True, [["w0", 1]]],
