@@ -44,6 +44,8 @@ CONFIRMATIONS = 2
 PATIENCE = 6.0
 """A suspicion that nobody confirms lasts so many times longer."""
 MAX_HEALTH = 8
+MAX_CLAIMS = 2000
+"""In one message. A claim has 420 bytes at most."""
 PAUSE_S = 0.25
 """A tick that comes later than this was late because this node stood still."""
 
@@ -229,13 +231,15 @@ class Membership:
             return []
         mine = as_u64(self._digests)
         differ = bytes(i for i in range(BUCKETS) if mine[8 * i : 8 * i + 8] != sync.digests[8 * i : 8 * i + 8])
-        return [self.state(differ, answer=True)] if differ else []
+        return self.states(differ, answer=True) if differ else []
 
-    def state(self, buckets: bytes, answer: bool) -> State:
-        """All that this node knows of the members in some buckets, itself included."""
+    def states(self, buckets: bytes, answer: bool) -> list[Message]:
+        """All that this node knows of the members in some buckets, itself included, in parts that fit a frame."""
         wanted = set(buckets)
-        claims = [entry.claim for name, entry in self._entries.items() if _bucket(name) in wanted]
-        return State(bytes(sorted(wanted)), answer, (self.claim, *claims))
+        claims = [self.claim, *(entry.claim for name, entry in self._entries.items() if _bucket(name) in wanted)]
+        parts = [tuple(claims[at : at + MAX_CLAIMS]) for at in range(0, len(claims), MAX_CLAIMS)]
+        first = State(bytes(sorted(wanted)), answer, parts[0])
+        return [first, *(State(b"", False, part) for part in parts[1:])]
 
     def on_ping(self, ping: Ping) -> list[Message]:
         """Answer, if it is this node that was meant."""
@@ -376,7 +380,7 @@ class Membership:
 
     def _suspicion_s(self, confirmations: int) -> float:
         """How long a suspect may contradict: the less, the more nodes suspect it."""
-        nodes = len(self.members) + 1
+        nodes = len(self._entries) - len(self._gone) + 1  # `members` may have to be made anew
         least = self._config.suspicion * max(1.0, math.log10(nodes)) * self._config.probe_interval_s
         wanted = min(CONFIRMATIONS, nodes - 2)
         if wanted < 1:

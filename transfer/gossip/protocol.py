@@ -134,7 +134,8 @@ class Gossip:
             self._warn("life", "knows of a later start of %s: this one is ignored.", sender, self.me.name)
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
-            letters += self._inquire(sender, now)
+            if len(data) <= MAX_DATAGRAM:  # else it came over TCP, from a port where nobody listens
+                letters += self._inquire(sender, now)
         elif held.incarnation == frame.incarnation and held.status in (SUSPECT, DEAD):
             answers.append(held)  # it is there: let it say so to all
         if answers:
@@ -196,7 +197,7 @@ class Gossip:
             case State():
                 membership.hear_state(message, now)
                 out += self._settle()
-                return [membership.state(message.buckets, answer=False)] if message.answer else []
+                return membership.states(message.buckets, answer=False) if message.answer else []
             case Notice():
                 if message.router == frame.sender:
                     self._events.append(message)
