@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
 
 MIN_KEY = 16
@@ -41,6 +43,18 @@ class GossipConfig(BaseModel):
     def _is_long_enough(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and (size := len(value.get_secret_value().encode())) < MIN_KEY:
             raise ValueError(f"has {size} bytes; it needs {MIN_KEY} or more")
+        return value
+
+    @field_validator("host")
+    @classmethod
+    def _can_be_reached(cls, value: str | None) -> str | None:
+        """The others are told this address, and look up no names."""
+        try:
+            reachable = value is None or not ipaddress.ip_address(value).is_unspecified
+        except ValueError:
+            reachable = False
+        if not reachable:
+            raise ValueError(f"{value!r} is not the numeric address of a node")
         return value
 
     @field_validator("silent_s")

@@ -30,14 +30,17 @@ MAX_DATAGRAM = 1400
 """Bytes of a frame that travels as one datagram."""
 MAX_FRAME = 1 << 20
 """Bytes of any frame; what is larger than a datagram travels over TCP."""
-WINDOW = 1024
+WINDOW = 1 << 14
+"""A frame over TCP may take five seconds, in which a busy router sends thousands of datagrams. 2 kB for each sender."""
 MAX_NODES = 4096
 """Nodes that a node knows at most, so that all of them fit a frame."""
 MAX_NAME = 128
+"""Bytes of a name in UTF-8."""
 
 _MAGIC = b"HW\x01"
 _TAG = 16
 _HEADER = len(_MAGIC) + _TAG
+_SEEN = (1 << WINDOW) - 1
 
 Address: TypeAlias = tuple[str, int]
 """Numeric IP address and port; a node has the same port for UDP and TCP."""
@@ -245,7 +248,7 @@ def _typed(values: Any, types: tuple[Any, ...]) -> tuple[Any, ...]:
     if type(values) is not tuple or len(values) != len(types):
         raise FrameError("wrong number of fields")
     for value, kind in zip(values, types, strict=True):
-        if type(value) is not kind or (kind is int and value < 0) or (kind is str and len(value) > MAX_NAME):
+        if type(value) is not kind or (kind is int and value < 0) or (kind is str and len(value.encode()) > MAX_NAME):
             raise FrameError("a field of the wrong type or size")
     return values
 
@@ -334,6 +337,11 @@ def _message(item: Any) -> Message:
     return reader(item[1:]) if reader else kind(*_typed(item[1:], _TYPES[kind]))
 
 
+def _unused(*_: object) -> None:
+    """Even an empty map would be an object of 64 bytes for its one."""
+    raise FrameError("a map or an extension")
+
+
 def _derive(key: bytes) -> bytes:
     if len(key) < MIN_KEY:
         raise ValueError(f"the cluster key has {len(key)} bytes; it needs {MIN_KEY} or more")
@@ -382,7 +390,7 @@ class _Window:
     def accept(self, counter: int) -> bool:
         ahead = counter - self.highest
         if ahead > 0:
-            self.seen = ((self.seen << min(ahead, WINDOW)) | 1) & ((1 << WINDOW) - 1)
+            self.seen = ((self.seen << min(ahead, WINDOW)) | 1) & _SEEN
             self.highest = counter
             return True
         if -ahead >= WINDOW or self.seen >> -ahead & 1:
@@ -410,7 +418,7 @@ class Opener:
             raise Refused("key")
         try:
             check_whole(body)
-            items = msgpack.unpackb(body, use_list=False, max_ext_len=0, max_map_len=0)
+            items = msgpack.unpackb(body, use_list=False, object_pairs_hook=_unused, ext_hook=_unused)
             sender, incarnation, counter = _typed(items[:3], (str, int, int))
             self._check_new(sender, incarnation, counter)
             return Frame(sender, incarnation, tuple(_message(item) for item in items[3:]))

@@ -44,6 +44,8 @@ CONFIRMATIONS = 2
 PATIENCE = 6.0
 """A suspicion that nobody confirms lasts so many times longer."""
 MAX_HEALTH = 8
+MAX_CLAIMS = 2000
+"""In one message. A claim has 420 bytes at most."""
 PAUSE_S = 0.25
 """A tick that comes later than this was late because this node stood still."""
 
@@ -116,6 +118,8 @@ class Membership:
         self.events: list[Up | Down] = []
         self.health = 0
         """0 is well; each step makes this node slower to call others dead."""
+        self.superseded = False
+        """Somebody knows a later life of this node's name."""
         self._config = config
         self._random = random
         self._version = 0
@@ -129,7 +133,7 @@ class Membership:
         self._rumours: dict[str, tuple[bytes, int]] = {}  # name: packed claim, how often it has been told
         self._digests = [0] * BUCKETS
         self._digests[_bucket(me.name)] = _Entry(self.claim, 0.0).mark
-        self._number = 0
+        self._number = random.getrandbits(64)  # so that nobody's recorded answer is one to this node
         self._probe: _Probe | None = None
         self._favours: dict[int, _Favour] = {}
         self._last_tick: float | None = None
@@ -227,13 +231,15 @@ class Membership:
             return []
         mine = as_u64(self._digests)
         differ = bytes(i for i in range(BUCKETS) if mine[8 * i : 8 * i + 8] != sync.digests[8 * i : 8 * i + 8])
-        return [self.state(differ, answer=True)] if differ else []
+        return self.states(differ, answer=True) if differ else []
 
-    def state(self, buckets: bytes, answer: bool) -> State:
-        """All that this node knows of the members in some buckets, itself included."""
+    def states(self, buckets: bytes, answer: bool) -> list[Message]:
+        """All that this node knows of the members in some buckets, itself included, in parts that fit a frame."""
         wanted = set(buckets)
-        claims = [entry.claim for name, entry in self._entries.items() if _bucket(name) in wanted]
-        return State(bytes(sorted(wanted)), answer, (self.claim, *claims))
+        claims = [self.claim, *(entry.claim for name, entry in self._entries.items() if _bucket(name) in wanted)]
+        parts = [tuple(claims[at : at + MAX_CLAIMS]) for at in range(0, len(claims), MAX_CLAIMS)]
+        first = State(bytes(sorted(wanted)), answer, parts[0])
+        return [first, *(State(b"", False, part) for part in parts[1:])]
 
     def on_ping(self, ping: Ping) -> list[Message]:
         """Answer, if it is this node that was meant."""
@@ -292,6 +298,7 @@ class Membership:
                 self._probe.timeout += pause
                 self._probe.end += pause
             for name in self._suspects:
+                self._entries[name].since += pause
                 self._entries[name].deadline += pause
         self._last_tick = now
 
@@ -373,7 +380,7 @@ class Membership:
 
     def _suspicion_s(self, confirmations: int) -> float:
         """How long a suspect may contradict: the less, the more nodes suspect it."""
-        nodes = len(self.members) + 1
+        nodes = len(self._entries) - len(self._gone) + 1  # `members` may have to be made anew
         least = self._config.suspicion * max(1.0, math.log10(nodes)) * self._config.probe_interval_s
         wanted = min(CONFIRMATIONS, nodes - 2)
         if wanted < 1:
@@ -389,6 +396,7 @@ class Membership:
 
     def _hear_of_me(self, claim: Claim) -> None:
         mine = self.claim
+        self.superseded |= claim.incarnation > mine.incarnation
         if claim.incarnation == mine.incarnation and claim.rank > mine.rank and not self._left:
             bucket = _bucket(self.me.name)
             self._digests[bucket] = (self._digests[bucket] - _Entry(mine, 0.0).mark) % 2**64
@@ -431,7 +439,7 @@ class Membership:
         return [member for member in drawn if member.name != without][:count]
 
     def _count(self) -> int:
-        self._number += 1
+        self._number = (self._number + 1) % 2**64
         return self._number
 
 

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from opentelemetry import metrics
 
@@ -18,8 +18,10 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import MAX_FRAME, Address, Member, Notice
 from transfer.gossip.membership import Down, Up
 from transfer.gossip.protocol import Gossip, Send
-from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 Event: TypeAlias = Up | Down | Notice
 
@@ -50,6 +52,7 @@ class GossipNode:
         self._ticking: asyncio.Task[None] | None = None
         self._delivering: set[asyncio.Task[None]] = set()
         self._serving: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     @classmethod
     async def start(
@@ -74,12 +77,14 @@ class GossipNode:
             raise ValueError("gossip.key: a node needs one")
         key = config.key.get_secret_value().encode()
         udp, tcp = _listen(host, port)
-        me = Member(name, role, host, udp.getsockname()[1], incarnation)
-        node = cls(Gossip(me, config, key, Random(), replicas, summary, load, seeds, before_tick), on_event)
-        loop = asyncio.get_running_loop()
-        node._udp, _ = await loop.create_datagram_endpoint(lambda: node._datagrams, sock=udp)
-        node._server = await asyncio.start_server(node._serve, sock=tcp)
-        node._ticking = loop.create_task(node._tick())
+        try:
+            me = Member(name, role, host, udp.getsockname()[1], incarnation)
+            node = cls(Gossip(me, config, key, Random(), replicas, summary, load, seeds, before_tick), on_event)
+            await node._open(udp, tcp)
+        except BaseException:
+            udp.close()
+            tcp.close()
+            raise
         return node
 
     @property
@@ -88,7 +93,7 @@ class GossipNode:
         return self.gossip.me
 
     def dispatched(self, notice: Notice) -> None:
-        """Routers: tell all others of a dispatch, now."""
+        """Routers: tell all others of a dispatch, now; nobody, once the node has stopped."""
         self._send(self.gossip.dispatched(notice))
 
     async def stop(self, leave: bool = True) -> None:
@@ -96,19 +101,23 @@ class GossipNode:
         if leave:
             self._send(self.gossip.leave(time.monotonic()))
             await asyncio.sleep(0)
-        tasks = [*self._delivering, *self._serving]
-        if self._ticking is not None:
-            tasks.append(self._ticking)
-        for task in tasks:
-            task.cancel()
+        self._stopped = True
         if self._udp is not None:
             self._udp.close()
         if self._server is not None:
             self._server.close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ticking = set() if self._ticking is None else {self._ticking}
+        # A connection that was accepted just before has a task only now.
+        while tasks := ticking | self._delivering | self._serving:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            ticking = set()
 
     def take(self, data: bytes, sender: Address) -> None:
         """Take in a frame that has arrived."""
+        if self._stopped:
+            return
         _bytes.add(len(data), {"direction": "in"})
         before = self.gossip.refused.copy()
         self._send(self.gossip.receive(time.monotonic(), data, sender))
@@ -116,14 +125,27 @@ class GossipNode:
             _refused.add(count, {"reason": reason})
         self._tell()
 
+    async def _open(self, udp: socket.socket, tcp: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._udp, _ = await loop.create_datagram_endpoint(lambda: self._datagrams, sock=udp)
+            self._server = await asyncio.start_server(self._serve, sock=tcp)
+        except BaseException:
+            await self.stop(leave=False)
+            raise
+        self._ticking = loop.create_task(self._tick())
+
     async def _tick(self) -> None:
+        logged = ""
         while True:
             try:
                 self._send(self.gossip.tick(time.monotonic()))
                 self._tell()
-            except Exception:
+            except Exception as error:
                 # A node that stopped here would still look alive to its owner, and be dead to all others.
-                _logger.exception("gossip: a tick failed")
+                if repr(error) != logged:
+                    logged = repr(error)
+                    _logger.exception("gossip: a tick failed; that is said again only after another failure")
             await asyncio.sleep(TICK_S)
 
     def _tell(self) -> None:
@@ -131,6 +153,8 @@ class GossipNode:
             self._on_event(event)
 
     def _send(self, sends: Iterable[Send]) -> None:
+        if self._stopped:
+            return
         for send in sends:
             if send.reliable:
                 if len(self._delivering) >= MAX_STREAMS:
@@ -140,18 +164,19 @@ class GossipNode:
                 task.add_done_callback(self._delivering.discard)
             elif self._udp is not None and not self._datagrams.full:
                 self._udp.sendto(send.data, send.address)
-            _bytes.add(len(send.data), {"direction": "out"})
+                _bytes.add(len(send.data), {"direction": "out"})
 
     async def _deliver(self, send: Send) -> None:
         """One frame over a connection of its own. Who cannot be reached is asked again, or asks again, later."""
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             await asyncio.wait_for(_write(send), STREAM_S)
+            _bytes.add(len(send.data), {"direction": "out"})
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
-            if len(self._serving) < MAX_STREAMS:
+            if len(self._serving) < MAX_STREAMS and not self._stopped:
                 self._serving.add(task)
                 data = await asyncio.wait_for(_read(reader), STREAM_S)
                 self.take(data, writer.get_extra_info("peername")[:2])

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import (
@@ -42,9 +43,11 @@ from transfer.gossip.frames import (
     pack,
 )
 from transfer.gossip.membership import Down, Letter, Membership, Up
-from transfer.gossip.replicas import Replicas
 from transfer.gossip.spread import Collector, Publisher
 from transfer.gossip.summary import Load, Summary
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 INQUIRY_S = 1.0
 SEED_S = 10.0
@@ -91,6 +94,8 @@ class Gossip:
         self.membership = Membership(me, config, random)
         self.refused: Counter[str] = Counter()
         """Frames that were not looked into, by reason."""
+        self.failed: Counter[str] = Counter()
+        """Times that a part of `tick` has raised something, by part; the first of each is logged."""
         self._sealer = Sealer(me.name, me.incarnation, key)
         self._opener = Opener(key)
         self._collector = Collector(replicas, self.membership, config, random) if replicas is not None else None
@@ -125,9 +130,12 @@ class Gossip:
             answers += self._take(message, frame, self._address(frame, sender), now, letters)
         if self.membership.claim != before:
             answers.append(self.membership.claim)  # whoever doubted it hears it first
+        if self.membership.superseded:
+            self._warn("life", "knows of a later start of %s: this one is ignored.", sender, self.me.name)
         held = self.membership.held(frame.sender)
         if held is None or held.incarnation < frame.incarnation:
-            letters += self._inquire(sender, now)
+            if len(data) <= MAX_DATAGRAM:  # else it came over TCP, from a port where nobody listens
+                letters += self._inquire(sender, now)
         elif held.incarnation == frame.incarnation and held.status in (SUSPECT, DEAD):
             answers.append(held)  # it is there: let it say so to all
         if answers:
@@ -135,20 +143,18 @@ class Gossip:
         return self._post(letters, rumours=True)
 
     def tick(self, now: float) -> list[Send]:
-        """What is due by now."""
-        letters = self.membership.tick(now)
-        sends = self._post(letters + self._settle(), rumours=True)
+        """What is due by now. A part that fails takes nothing from the others."""
+        sends = self._part("membership", self._tick_members, now)
         if self._publisher is not None:
-            sends += self._post(self._publisher.tick(now))
+            sends += self._part("publisher", self._publisher.tick, now)
         if self._collector is not None:
-            sends += self._post(self._collector.tick(now))
+            sends += self._part("collector", self._collector.tick, now)
         if now >= self._next_seed:
             self._next_seed = now + (SEED_S if self.membership.members else INQUIRY_S)
-            sends += self._post(self._try_seed())
+            sends += self._part("seeds", self._try_seed, now)
         if now >= self._next_expiry:
             self._next_expiry = now + 1.0
-            for name in self.membership.expired(now):
-                self._opener.forget(name)
+            sends += self._part("expiry", self._expire, now)
         return sends
 
     def dispatched(self, notice: Notice) -> list[Send]:
@@ -191,7 +197,7 @@ class Gossip:
             case State():
                 membership.hear_state(message, now)
                 out += self._settle()
-                return [membership.state(message.buckets, answer=False)] if message.answer else []
+                return membership.states(message.buckets, answer=False) if message.answer else []
             case Notice():
                 if message.router == frame.sender:
                     self._events.append(message)
@@ -218,9 +224,26 @@ class Gossip:
             case Entry():
                 collector.on_entry(message.update, sender, now)
             case Mend():
-                collector.on_mend(message.repair, now)
+                collector.on_mend(message.repair, sender, now)
             case Have():
                 return collector.on_have(message, sender, now)
+        return []
+
+    def _part(self, what: str, tick: Callable[[float], list[Letter]], now: float) -> list[Send]:
+        try:
+            return self._post(tick(now), rumours=what == "membership")
+        except Exception:
+            self.failed[what] += 1
+            if self.failed[what] == 1:
+                _logger.exception("gossip: a tick of %s failed. Further ones are only counted.", what)
+            return []
+
+    def _tick_members(self, now: float) -> list[Letter]:
+        return self.membership.tick(now) + self._settle()
+
+    def _expire(self, now: float) -> list[Letter]:
+        for name in self.membership.expired(now):
+            self._opener.forget(name)
         return []
 
     def _settle(self) -> list[Letter]:
@@ -240,7 +263,7 @@ class Gossip:
         self._next_inquiry = now + INQUIRY_S
         return [self.membership.sync(address)]
 
-    def _try_seed(self) -> Iterable[Letter]:
+    def _try_seed(self, now: float) -> list[Letter]:
         """Join, or join again: a seed that is not among the members, if there is one, is asked."""
         known = {member.address for member in self.membership.members} | {self.me.address}
         strangers = [seed for seed in self._seeds if seed not in known]
@@ -267,8 +290,12 @@ class Gossip:
         self.refused[reason] += 1
         what = {
             "key": "is not authentic: another cluster key?",
-            "name": f"comes from another node named {self.me.name}.",
+            "name": "comes from another node of the same name.",
         }
-        if reason in what and reason not in self._warned:
-            self._warned.add(reason)
-            _logger.warning("A gossip frame from %s:%d %s Further ones are only counted.", *sender, what[reason])
+        if reason in what:
+            self._warn(reason, what[reason] + " Further ones are only counted.", sender)
+
+    def _warn(self, about: str, text: str, sender: Address, *values: object) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _logger.warning("A gossip frame from %s:%d " + text, *sender, *values)

@@ -8,24 +8,25 @@ whose digest is not the writer's is dropped: rather nothing is known of a worker
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
-from transfer.gossip.summary import BUCKETS, Load, Repair, Update, bucket_digests, differing, digest, in_buckets
+from transfer.gossip.summary import (
+    BUCKETS,
+    Applied,
+    Load,
+    Repair,
+    Update,
+    bucket_digests,
+    differing,
+    digest,
+    in_buckets,
+)
 from transfer.gossip.table import SummaryTable
 
+__all__ = ["Applied", "Replicas"]
+
 _WRAP = (1 << 64) - 1
-
-
-class Applied(Enum):
-    """What became of an update: it counts now; it was known or superseded; or others must be had before it. Or the
-    worker is one too many."""
-
-    APPLIED = "applied"
-    OLD = "old"
-    GAP = "gap"
-    FULL = "full"
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class _Copy:
     row: int
     incarnation: int
     load: Load
-    heard: float
+    heard: float | None
     newest: int
     seq: int = 0
     digest: int = 0
@@ -57,7 +58,6 @@ class Replicas:
         self._limit = workers
         self._copies: dict[str, _Copy] = {}
         self._free: list[int] = []
-        self._gone: dict[str, int] = {}  # incarnations of the last that were forgotten
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -65,9 +65,9 @@ class Replicas:
     def __contains__(self, worker: str) -> bool:
         return worker in self._copies
 
-    def apply(self, update: Update, now: float) -> Applied:
-        """Take an update over at time `now`, in seconds."""
-        copy = self._hear(update, now)
+    def apply(self, update: Update, heard: float | None) -> Applied:
+        """Take an update over. It shows that the worker was alive at time `heard`, in seconds; None: it does not."""
+        copy = self._hear(update, heard)
         if isinstance(copy, Applied):
             return copy
         if update.base == 0:
@@ -83,10 +83,10 @@ class Replicas:
             self._add(copy, np.frombuffer(update.added, "<u8"), np.frombuffer(update.tiers, np.uint8))
         return self._check(copy, update.seq, update.digest)
 
-    def mend(self, repair: Repair, now: float) -> Applied:
-        """Take over what differed from the digests that `buckets` gave. GAP, and nothing has changed, where that does
-        not lead to the writer's digest."""
-        copy = self._hear(repair, now)
+    def mend(self, repair: Repair, heard: float | None) -> Applied:
+        """Take over what differed from the digests that `buckets` gave; `heard` as for `apply`. GAP, and nothing has
+        changed, where that does not lead to the writer's digest."""
+        copy = self._hear(repair, heard)
         if isinstance(copy, Applied):
             return copy
         keys, tiers = self.table.items(copy.row)
@@ -106,7 +106,7 @@ class Replicas:
         return copy.load if copy else None
 
     def heard(self, worker: str) -> float | None:
-        """When something new was heard of a worker."""
+        """When something new showed that a worker was alive; None where nothing has."""
         copy = self._copies.get(worker)
         return copy.heard if copy else None
 
@@ -130,16 +130,13 @@ class Replicas:
         return self.table.tier(copy.row, key) if copy else None
 
     def forget(self, worker: str) -> None:
-        """A worker is gone; its row is free for another one. Earlier lives of it still do not count."""
+        """A worker is gone; its row is free for another one. What still comes of its lives is for the caller to refuse,
+        who knows which one is a member's."""
         if (copy := self._copies.pop(worker, None)) is None:
             return
         self.table.clear(copy.row)
         self.workers[copy.row] = ""
         self._free.append(copy.row)
-        self._gone.pop(worker, None)
-        self._gone[worker] = copy.incarnation
-        if len(self._gone) > self._limit:
-            del self._gone[next(iter(self._gone))]
 
     def buckets(self, worker: str) -> tuple[int, ...]:
         """Digests of the 64 buckets of what is here of a worker."""
@@ -166,22 +163,24 @@ class Replicas:
         copy = self._copies.get(worker)
         return copy if copy and copy.seq and not copy.partial else None
 
-    def _hear(self, news: Update | Repair, now: float) -> _Copy | Applied:
+    def _hear(self, news: Update | Repair, heard: float | None) -> _Copy | Applied:
         """The copy that news are for, with their load if it is newer; a new incarnation starts with nothing. OLD or
         FULL where there is no use for their keys."""
         copy = self._copies.get(news.worker)
-        if news.incarnation < (copy.incarnation if copy else self._gone.get(news.worker, 0)):
-            return Applied.OLD
         if copy is None:
             if len(self._copies) >= self._limit:
                 return Applied.FULL
-            copy = _Copy(self._place(news.worker), news.incarnation, news.load, now, news.seq)
+            copy = _Copy(self._place(news.worker), news.incarnation, news.load, heard, news.seq)
             self._copies[news.worker] = copy
+        elif news.incarnation < copy.incarnation:
+            return Applied.OLD
         elif news.incarnation > copy.incarnation:
             self._drop(copy)
             copy.incarnation, copy.newest = news.incarnation, 0
         if news.seq > copy.newest:
-            copy.newest, copy.load, copy.heard = news.seq, news.load, now
+            copy.newest, copy.load = news.seq, news.load
+            if heard is not None and (copy.heard is None or heard > copy.heard):
+                copy.heard = heard
         return copy if news.seq > copy.seq else Applied.OLD
 
     def _place(self, worker: str) -> int:

@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address, Entry, Have, Member, Mend, Message, News, Notice, Want, as_u64, hash64
 from transfer.gossip.membership import Letter, Membership
-from transfer.gossip.replicas import Applied, Replicas
-from transfer.gossip.summary import Load, Repair, Summary, Update
+from transfer.gossip.summary import Applied, Load, Repair, Summary, Update
+
+if TYPE_CHECKING:
+    from transfer.gossip.replicas import Replicas  # compiles its table, which only a router needs
 
 HOMES = 2
 HOLD_S = 0.15
@@ -26,7 +29,8 @@ HOLD_S = 0.15
 GRACE_S = 0.04
 """What is missing may be on its way."""
 RETRY_S = 0.5
-MAX_RETRY_S = 2.0
+DOUBLINGS = 2
+"""So often the time to the next question grows."""
 MAX_ASKED = 32
 """Workers whose logs are asked for in one tick; the others wait their turn."""
 LAG = 2
@@ -117,13 +121,17 @@ class Collector:
         self._random = random
         self._held: dict[str, list[tuple[float, Update]]] = {}  # to be passed on, and when
         self._missing: dict[str, _Missing] = {}
+        self._ranked: list[tuple[Member, bool]] = []  # the routers by whom `_first_homes` are known
+        self._first_homes: dict[str, str] = {}
         self._next_relay = self._next_compare = 0.0
 
     def on_news(self, update: Update, sender: str, now: float) -> bool:
         """An entry of a worker's log, from itself or from a router. False: this node knows no such life of a worker."""
         if not self._present(update.worker, update.incarnation):
             return False
-        outcome = self._apply(update, sender, now)
+        # Through a second home it has taken longer, and would make a dead worker look alive for longer.
+        direct = sender in (update.worker, self._first_home(update.worker))
+        outcome = self._apply(update, sender, now, now if direct else now - HOLD_S)
         if sender != update.worker:
             held = self._held.get(update.worker)
             if held:
@@ -135,14 +143,14 @@ class Collector:
         return True
 
     def on_entry(self, update: Update, sender: str, now: float) -> None:
-        """What this router has asked for."""
+        """What this router has asked for. What another router remembers does not show that the worker is alive."""
         if self._present(update.worker, update.incarnation):
-            self._apply(update, sender, now)
+            self._apply(update, sender, now, now if sender == update.worker else None)
 
-    def on_mend(self, repair: Repair, now: float) -> None:
+    def on_mend(self, repair: Repair, sender: str, now: float) -> None:
         """What this router has asked for. If it does not fit, the next question is another one."""
         if self._present(repair.worker, repair.incarnation):
-            self._replicas.mend(repair, now)
+            self._replicas.mend(repair, now if sender == repair.worker else None)
 
     def on_have(self, have: Have, sender: str, now: float) -> list[Message]:
         """Another router's state: ask for what it is ahead in, and tell it what it lacks."""
@@ -175,6 +183,7 @@ class Collector:
         self._replicas.forget(worker)
         self._held.pop(worker, None)
         self._missing.pop(worker, None)
+        self._first_homes.pop(worker, None)
 
     def tick(self, now: float) -> list[Letter]:
         """What is due by now."""
@@ -190,8 +199,8 @@ class Collector:
                 letters.append(Letter((self._random.choice(routers),), (have,)))
         return letters + self._ask(now)
 
-    def _apply(self, update: Update, sender: str, now: float) -> Applied:
-        outcome = self._replicas.apply(update, now)
+    def _apply(self, update: Update, sender: str, now: float, heard: float | None) -> Applied:
+        outcome = self._replicas.apply(update, heard)
         if outcome is Applied.GAP:
             self._miss(update.worker, (update.incarnation, update.seq), sender, now)
         return outcome
@@ -230,7 +239,7 @@ class Collector:
             elif now >= missing.ask_at and sum(map(len, questions.values())) < MAX_ASKED:
                 target, want = self._question(member, missing, state)
                 questions.setdefault(target.address, []).append(want)
-                missing.ask_at = now + min(RETRY_S * 2**missing.tries, MAX_RETRY_S)
+                missing.ask_at = now + RETRY_S * 2 ** min(missing.tries, DOUBLINGS)
                 missing.tries += 1
         return [Letter((to,), tuple(wants)) for to, wants in questions.items()]
 
@@ -262,6 +271,17 @@ class Collector:
 
     def _routers(self) -> tuple[Address, ...]:
         return tuple(router.address for router, _ in self._membership.routers())
+
+    def _first_home(self, worker: str) -> str:
+        """A worker's first home router, suspected or not."""
+        routers = self._membership.routers()
+        if routers is not self._ranked:
+            self._ranked, self._first_homes = routers, {}
+        first = self._first_homes.get(worker)
+        if first is None:
+            first = homes(worker, [*routers, (self._membership.me, False)])[0].name
+            self._first_homes[worker] = first
+        return first
 
     def _sure_homes(self, worker: str) -> list[str]:
         routers = self._membership.routers()

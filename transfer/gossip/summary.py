@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -78,6 +79,16 @@ class Repair:
     def __post_init__(self) -> None:
         if len(self.keys) != 8 * len(self.tiers):
             raise ValueError("keys have 8 bytes each, and there is a tier for each key")
+
+
+class Applied(Enum):
+    """What became of an update at a reader: it counts now; it was known or superseded; or others must be had before it.
+    Or the worker is one too many."""
+
+    APPLIED = "applied"
+    OLD = "old"
+    GAP = "gap"
+    FULL = "full"
 
 
 class Summary:

@@ -100,6 +100,7 @@ class Cluster:
                 continue
             if gossip is not None:
                 self.send(name, gossip.tick(at), node)
+                assert not gossip.failed
                 self._push(at + self.tick_s, name, gossip, b"", source, False)
             else:
                 self.frames += 1

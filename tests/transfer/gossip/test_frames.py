@@ -18,6 +18,7 @@ from transfer.gossip.frames import (
     DEAD,
     MAX_FRAME,
     ROUTER,
+    WINDOW,
     WORKER,
     Ack,
     Claim,
@@ -142,6 +143,7 @@ def test_authentic_nonsense_is_refused_or_well_formed(items: list[object]) -> No
         [4, "w0", WORKER, "10.0.0.7", 70_000, 1, 0, ALIVE, "w0"],
         [4, "w0", WORKER, "10.0.0.7", 7001, 1, 0, 4, "w0"],
         [4, "w" * 129, WORKER, "10.0.0.7", 7001, 1, 0, ALIVE, "w0"],
+        [4, "\N{SNOWMAN}" * 43, WORKER, "10.0.0.7", 7001, 1, 0, ALIVE, "w0"],  # 129 bytes
         [0, -1, "w0"],
         [0, True, "w0"],
         [10, True, [["w0", 1]]],
@@ -174,6 +176,8 @@ def test_what_contradicts_itself_is_refused(message: object) -> None:
         b"\x94\xa2w0\x11\x01" + b"\xdc\xff\xff" * 300_000,
         b"\xdd\x00\x0d\xbb\xa0" + bytes(900_000),  # all there, and no message
         b"\xdd\x00\x06\xdd\xd0" + b"\x91\x00" * 450_000,
+        b"\xdd\x00\x0f\x42\x40" + b"\x80" * 1_000_000,  # empty maps
+        b"\xdd\x00\x04\x93\xe0" + b"\xc7\x00\x01" * 300_000,  # empty extensions
     ],
 )
 def test_lies_about_lengths_cost_nothing(body: bytes) -> None:
@@ -195,7 +199,7 @@ def test_a_frame_over_the_cap_is_not_looked_at() -> None:
 
 def test_replays_are_refused_and_reordering_is_not() -> None:
     sealer, opener = Sealer("w0", 17, KEY), Opener(KEY)
-    frames = [sealer.seal([pack(Ack(number))]) for number in range(3000)]
+    frames = [sealer.seal([pack(Ack(number))]) for number in range(WINDOW + 2000)]
     order = list(range(1000))
     random.Random(1).shuffle(order)
     for number in order:  # reordered by up to a thousand
@@ -203,13 +207,22 @@ def test_replays_are_refused_and_reordering_is_not() -> None:
     for number in order:
         with pytest.raises(Refused, match="replay"):
             opener.open(frames[number])
-    opener.open(frames[2999])
+    opener.open(frames[-1])
     with pytest.raises(Refused, match="replay"):  # too old to tell
         opener.open(frames[1500])
-    opener.open(frames[2999 - 1023])
+    opener.open(frames[-WINDOW])
     opener.open(Sealer("w0", 18, KEY).seal([]))
     with pytest.raises(Refused, match="old"):
-        opener.open(frames[2998])
+        opener.open(frames[-2])
+
+
+def test_a_frame_that_is_five_seconds_on_its_way_is_taken() -> None:
+    """Over TCP, while a router of a thousand workers sends its datagrams to seven others."""
+    sealer, opener = Sealer("r0", 1, KEY), Opener(KEY)
+    slow = sealer.seal([pack(Ack(1))])
+    for _ in range(5 * 20 * 100):
+        opener.open(sealer.seal([]))
+    assert opener.open(slow).messages == (Ack(1),)
 
 
 def test_batches_keep_order_and_size() -> None:

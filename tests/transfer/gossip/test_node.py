@@ -2,18 +2,25 @@
 
 import asyncio
 import logging
+import os
+import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
 
+import transfer.gossip.node
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import MAX_FRAME, ROUTER, WORKER, Address, Notice
 from transfer.gossip.membership import Down, Up
 from transfer.gossip.node import Event, GossipNode
+from transfer.gossip.protocol import Send
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
 
@@ -204,3 +211,81 @@ async def test_a_port_that_is_taken_is_an_error() -> None:
         other.listen()
         with pytest.raises(OSError, match="in use"):
             await GossipNode.start("w0", WORKER, incarnation=1, config=config(KEY), port=other.getsockname()[1])
+
+
+@pytest.mark.parametrize("host", ["localhost", "0.0.0.0", "::", "", "10.0.0"])
+def test_a_host_that_the_others_cannot_reach_is_an_error(host: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{host!r} is not the numeric address")):
+        GossipConfig(host=host)
+    assert GossipConfig(host="fe80::1").host == "fe80::1"
+
+
+async def test_after_stop_nothing_is_sent_and_nothing_runs(house: House) -> None:
+    r0 = await house.start("r0", [])
+    seeds = [r0.node.member.address]
+    r1 = await house.start("r1", seeds)
+    await until(lambda: r0.names == {"r1"} and r1.names == {"r0"})
+    connections = [await asyncio.open_connection(*r1.node.member.address) for _ in range(5)]
+    lasting = asyncio.all_tasks() - {asyncio.current_task()}
+    await r1.node.stop()
+    r1.node.dispatched(Notice("r1", "w0", 1, 1, 1, "", b""))
+    r1.node._send([Send(r0.node.member.address, bytes(10), True)])
+    r1.node.take(b"", r0.node.member.address)
+    assert not r1.node._delivering | r1.node._serving
+    await asyncio.sleep(0.05)
+    assert asyncio.all_tasks() - {asyncio.current_task()} <= lasting
+    await r1.node.stop()
+    assert r1.node.gossip.refused["size"] == 0
+    for _, writer in connections:
+        writer.close()
+
+
+async def test_a_start_that_fails_leaves_its_port_free(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def no_server(*args: object, **options: object) -> None:
+        raise OSError("no server")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "start_server", no_server)
+        with pytest.raises(OSError, match="no server"):
+            await house.start("r0", [], port=port)
+    with pytest.raises(ValueError, match="16"):
+        await house.start("r0", [], port=port, key=b"short")
+    await house.start("r0", [], port=port)
+
+
+async def test_what_fails_again_and_again_is_logged_once(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    r0 = await house.start("r0", [])
+    calls = []
+
+    def broken() -> list:
+        calls.append(1)
+        raise RuntimeError("broken")
+
+    r0.node.gossip.take_events = broken  # type: ignore[method-assign]
+    await until(lambda: len(calls) > 5)
+    assert len([record for record in caplog.records if "a tick failed" in record.message]) == 1
+
+
+async def test_bytes_that_were_not_sent_are_not_counted(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    r0 = await house.start("r0", [])
+    counted: list[int] = []
+    monkeypatch.setattr(transfer.gossip.node, "_bytes", SimpleNamespace(add=lambda size, labels: counted.append(size)))
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        address = nobody.getsockname()
+        r0.node._datagrams.full = True
+        r0.node._send([Send(address, bytes(10), False), Send(address, bytes(20), True)])
+        r0.node._datagrams.full = False
+        r0.node._send([Send(address, bytes(30), False)])
+        await until(lambda: not r0.node._delivering)
+    assert counted == [30]
+
+
+def test_a_worker_that_publishes_compiles_nothing() -> None:
+    script = "import sys, transfer.gossip.node; sys.exit('numba' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=env).returncode == 0

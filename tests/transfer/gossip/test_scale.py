@@ -1,7 +1,9 @@
 """What a large cluster costs and how quick it is. A thousand nodes take minutes, so the suite runs a smaller one."""
 
-import gc
+from collections.abc import Collection, Iterator
+from enum import Enum
 
+import numpy as np
 import pytest
 
 from tests.transfer.gossip.cluster import Cluster, Node
@@ -11,6 +13,8 @@ from transfer.gossip.summary import Load
 
 BYTES_S = 25_000
 """What a node may send, UDP and IP headers included."""
+ROUTER_BYTES_S = 400
+"""What a router may send for each worker: it passes on its share of them to all other routers."""
 SPREAD_S = 2.0
 ROUTERS = 8
 
@@ -70,6 +74,7 @@ def check_spread(cluster: Cluster, seconds: int, each_s: int) -> None:
     assert p99 <= SPREAD_S
     assert mean <= BYTES_S
     assert most <= BYTES_S
+    assert router <= ROUTER_BYTES_S * len(cluster.workers)
 
 
 def check_deaths(cluster: Cluster, count: int) -> None:
@@ -93,12 +98,24 @@ def check_no_false_deaths(cluster: Cluster, seconds: int, pauses_s: int) -> None
     assert not cluster.told(Down)
 
 
-def check_memory(seconds: int, workers: int) -> None:
-    """Workers come, change and go, each with a name of its own; what is left of them does not pile up."""
+def containers(part: object, path: str) -> Iterator[tuple[str, int]]:
+    """The sizes of all that gossip keeps below an object, by where it is."""
+    if isinstance(part, Collection) and not isinstance(part, str | bytes | np.ndarray):
+        yield path, len(part)
+        for item in [*part, *part.values()] if isinstance(part, dict) else part:
+            yield from containers(item, f"{path}[]")
+    elif type(part).__module__.startswith("transfer.gossip") and not isinstance(part, Enum):
+        for name in getattr(part, "__dict__", None) or getattr(part, "__slots__", ()):
+            if name != "_chunks":  # of the table, whose rows are counted
+                yield from containers(getattr(part, name), f"{path}.{name}")
+
+
+def check_memory(seconds: int, workers: int, most: int) -> None:
+    """Workers come, change and go, each with a name of its own; what is left of them does not pile up: no container of
+    any node holds more than `most`."""
     cluster = Cluster(3, GossipConfig(forget_s=20.0), keys=64, ring=50)
     for name in ("r0", "r1", "r2"):
         cluster.start(name)
-    counts = []
     for second in range(seconds):
         cluster.start(f"w{second}")
         names = list(cluster.workers)
@@ -112,11 +129,12 @@ def check_memory(seconds: int, workers: int) -> None:
         for node in cluster.nodes.values():
             node.events.clear()
         if second % 10 == 0:
-            cluster.names = {cluster.address(name): name for name in cluster.ports}
-            gc.collect()
-            counts.append(len(gc.get_objects()))
-    third = len(counts) // 3
-    assert max(counts[-third:]) < 1.02 * max(counts[third:-third])
+            sizes: dict[str, int] = {}
+            for node in cluster.nodes.values():
+                for path, size in containers(node.gossip, ""):
+                    sizes[path] = max(size, sizes.get(path, 0))
+            assert sizes[".membership._entries"] >= min(second, workers)
+            assert {path: size for path, size in sizes.items() if size > most} == {}
     assert max(len(router.replicas.workers) for router in cluster.routers.values()) < 3 * workers + 30
 
 
@@ -131,7 +149,8 @@ def test_sixty_nodes_take_nobody_for_dead() -> None:
 
 
 def test_churn_leaves_nothing_behind() -> None:
-    check_memory(seconds=120, workers=4)
+    """64 is what is published of a worker, or buckets; 7 nodes are up, and 20 are remembered."""
+    check_memory(seconds=120, workers=4, most=64)
 
 
 @pytest.mark.long
@@ -154,4 +173,4 @@ def test_a_thousand_nodes_take_nobody_for_dead_in_ten_minutes() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_an_hour_of_churn_leaves_nothing_behind() -> None:
-    check_memory(seconds=3600, workers=12)
+    check_memory(seconds=3600, workers=12, most=80)

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from tests.transfer.gossip.cluster import KEY, Cluster
-from transfer.gossip.frames import ROUTER, WORKER, News, Opener
+from transfer.gossip.config import GossipConfig
+from transfer.gossip.frames import ROUTER, WORKER, Ack, News, Opener
 from transfer.gossip.membership import Down, Up
 from transfer.gossip.spread import homes
 
@@ -150,10 +151,11 @@ def test_pauses_and_loss_are_no_deaths() -> None:
     assert not cluster.differences()
 
 
-def test_who_is_suspected_hears_of_it_and_stays() -> None:
-    """A worker that hears everybody but is heard by one only, for as long as a suspicion lasts."""
-    cluster = started(5, routers=3, workers=6)
-    cluster.network.divided = lambda a, b: a == "w0" and b != "r2"
+@pytest.mark.parametrize("seed", range(2))
+def test_who_is_suspected_hears_of_it_and_stays(seed: int) -> None:
+    """A worker that hears everybody but is heard by three of eight only, for longer than a suspicion lasts."""
+    cluster = started(seed, routers=3, workers=6)
+    cluster.network.divided = lambda a, b: a == "w0" and b not in ("r2", "w1", "w2")
     cluster.run(20.0)
     cluster.network.divided = lambda a, b: False
     cluster.run(10.0)
@@ -179,6 +181,26 @@ def test_a_restarted_worker_is_empty_and_its_old_frames_are_refused() -> None:
     assert sum(router.gossip.refused["old"] for router in cluster.routers.values()) >= 2
     ups = [(name, about) for _, name, about in cluster.told(Up) if about == "w1"]
     assert sorted(ups) == sorted([(name, "w1") for name in cluster.nodes if name != "w1"] * 2)
+
+
+def test_a_worker_whose_clock_went_back_is_ignored_until_its_old_life_is_forgotten(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster = Cluster(1, GossipConfig(forget_s=20.0))
+    cluster.lives = 100
+    for name in ("r0", "r1", "w0", "w1"):
+        cluster.start(name)
+    cluster.run(5.0)
+    cluster.kill("w0")
+    cluster.lives = 50
+    cluster.start("w0")
+    cluster.run(5.0)
+    assert all(router.replicas.state("w0")[0] != 51 for router in cluster.routers.values())
+    assert len([record for record in caplog.records if "later start of w0" in record.message]) == 1
+    cluster.run(60.0)
+    assert cluster.views() == {frozenset(cluster.nodes)}
+    assert not cluster.differences()
+    assert all(cluster.now - router.replicas.heard("w0") < 0.8 for router in cluster.routers.values())
 
 
 def test_frames_that_come_again_later_change_nothing() -> None:
@@ -261,10 +283,78 @@ def test_a_router_that_hears_neither_worker_nor_its_homes_has_it_from_others() -
     cut = {"w0", *(home.name for home in homes("w0", routers))}
     lonely = next(name for name in cluster.routers if name not in cut)
     cluster.network.divided = lambda a, b: (a in cut and b == lonely) or (b in cut and a == lonely)
+    heard = cluster.routers[lonely].replicas.heard("w0")
+    wanted = cluster.workers["w0"].summary
     for _ in range(20):
         change(cluster)
         cluster.run(1.0)
-        assert cluster.now - cluster.routers[lonely].replicas.heard("w0") < 6.0
+        assert wanted.seq - cluster.routers[lonely].replicas.state("w0")[1] < 6 / 0.25
     cluster.run(6.0)
-    mine, wanted = cluster.routers[lonely].replicas.state("w0"), cluster.workers["w0"].summary
+    mine = cluster.routers[lonely].replicas.state("w0")
     assert (mine[0], mine[2]) == (wanted.incarnation, wanted.digest)
+    assert cluster.routers[lonely].replicas.heard("w0") == heard  # others' memory is no sign of life
+
+
+def test_a_router_that_starts_late_takes_no_dead_worker_for_alive() -> None:
+    cluster = started(3, routers=2, workers=10)
+    cluster.kill("w3")
+    cluster.run(2.0)
+    cluster.start("r9")
+    for _ in range(60):
+        cluster.run(0.1)
+        assert cluster.routers["r9"].replicas.heard("w3") is None
+    for name in cluster.workers:
+        assert cluster.now - cluster.routers["r9"].replicas.heard(name) < cluster.config.silent_s
+
+
+@pytest.mark.parametrize(("seed", "loss"), [(0, 0.05), (1, 0.05), (2, 0.0), (3, 0.0)])
+def test_a_worker_that_dies_with_its_first_home_is_silent_within_a_second(seed: int, loss: float) -> None:
+    cluster = started(seed, routers=5, workers=12)
+    cluster.network.loss = loss
+    routers = [(node.gossip.me, False) for node in cluster.routers.values()]
+    for name in list(cluster.workers)[:6]:
+        first = homes(name, routers)[0].name
+        cluster.kill(first)
+        cluster.run(cluster.draw.random())
+        cluster.kill(name)
+        cluster.run(1.0)
+        for router in cluster.routers.values():
+            heard = router.replicas.heard(name)
+            assert heard is None or cluster.now - heard > cluster.config.silent_s
+        cluster.start(first)
+        cluster.run(3.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pauses_of_a_second_are_no_deaths_in_a_small_cluster(seed: int) -> None:
+    cluster = started(seed, routers=2, workers=3)
+    for _ in range(90):
+        cluster.draw.choice([*cluster.nodes.values()]).paused_until = cluster.now + 1.0
+        cluster.run(cluster.draw.uniform(0.5, 1.5))
+    assert not cluster.told(Down)
+
+
+def test_an_answer_to_another_node_is_none_to_this_one() -> None:
+    """Somebody who can read and send, but has no key, plays what others have said to a router that waits."""
+    cluster = started(5, routers=2, workers=3)
+    answers: dict[int, list[tuple[str, bytes]]] = {}
+    send = cluster.send
+
+    def record(source: str, sends: list, node: object) -> None:
+        for item in sends:
+            if "r0" not in (source, cluster.names[item.address]):
+                for message in Opener(KEY).open(item.data).messages:
+                    if isinstance(message, Ack):
+                        answers.setdefault(message.number, []).append((source, item.data))
+        send(source, sends, node)
+
+    cluster.send = record
+    cluster.run(20.0)
+    assert len(answers) > 20
+    cluster.kill("w0")
+    r0 = cluster.nodes["r0"].gossip
+    for _ in range(200):
+        cluster.run(0.05)
+        probe = r0.membership._probe
+        assert probe is None or probe.number not in answers
+    assert r0.membership.find("w0") is None
