@@ -1,10 +1,7 @@
 """What a worker publishes of its radix tree, beside a walk over the tree: the checkpoints of whole blocks that are
 cached, closed under prefix at every moment, and no salt's in another's."""
 
-import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -243,9 +240,3 @@ def test_the_engine_publishes_what_a_router_looks_for(tiny: Model) -> None:
     one.cache.clear()
     journal.read(summary)
     assert len(summary) == 0
-
-
-def test_a_worker_that_publishes_compiles_nothing() -> None:
-    script = "import sys, workers.kv.journal; sys.exit('numba' in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", script], env=env).returncode == 0
