@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from cluster.simulate.headwater import INCARNATION, RealRouters
+from cluster.simulate.headwater import DEFAULTS, INCARNATION, RealRouters
 from cluster.simulate.run import World
+from router.config import RouterConfig
 from router.route import Ticket
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, WORKER, Address, Member, Notice
@@ -21,10 +22,10 @@ class Gossiping(RealRouters):
     """Summaries and notices of dispatches travel by gossip. A worker publishes every `staleness_s`; where that is 0, at
     every change, and nothing takes time."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, router_config: RouterConfig = DEFAULTS) -> None:
         settings = world.settings
         config = _config(settings.staleness_s, settings.capacity)
-        super().__init__(world, settings.routers, config.silent_s)
+        super().__init__(world, router_config, settings.routers, config.silent_s)
         self._random = world.random
         self._wire_s = WIRE_S if settings.staleness_s else 0.0
         self._cut_off = frozenset(f"r{number}" for number in settings.cut_off)
@@ -39,7 +40,7 @@ class Gossiping(RealRouters):
         for name in self._nodes:
             self._world.loop.after(self._random.random() * TICK_S, self._tick, name)
 
-    def announce(self, router: int, worker: str, ticket: Ticket) -> None:
+    def announce(self, router: int, ticket: Ticket) -> None:
         """The others hear of it as soon as a datagram can be there."""
         name = f"r{router}"
         self._send(name, self._nodes[name].dispatched(ticket.notice))
