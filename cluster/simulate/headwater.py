@@ -54,8 +54,7 @@ class RealRouters:
         self.replicas = [Replicas(settings.capacity) for _ in range(count)]
         self.views = [self._view(replicas, silent_s) for replicas in self.replicas]
         self.routers = [
-            Router(view, config, f"r{number}", Random(world.random.random()))
-            for number, view in enumerate(self.views)
+            Router(view, config, f"r{number}", Random(world.random.random())) for number, view in enumerate(self.views)
         ]
         self._decodes = settings.decode
 

@@ -49,8 +49,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A router's choice: worker `worker`, which refuses if more than `most_queued` prompt tokens wait there (None: takes
-    what comes), and may copy the prompt's first `blocks` blocks from the worker `source`."""
+    """A router's choice: worker `worker`, which refuses if more than `most_queued` prompt tokens wait there (None: it
+    takes what comes), and may copy the prompt's first `blocks` blocks from the worker `source`."""
 
     worker: int
     most_queued: int | None = None
