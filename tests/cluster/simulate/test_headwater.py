@@ -161,14 +161,16 @@ def test_nothing_is_old_where_staleness_is_0() -> None:
 
 # --- what old news, loss and many routers cost, averaged over seeds ---------------------------------------------------
 
-SEEDS = (1, 2, 3)
+SEEDS = range(1, 4)
+MORE_SEEDS = range(1, 9)
+"""Where chance makes more of a difference, up to 6 % either way on one seed, than what is to be seen."""
 
 
 @cache
-def averaged(**changed: object) -> float:
+def averaged(seeds: range = SEEDS, **changed: object) -> float:
     """Mean time."""
     settings = {"workers": 6, "rate": 16_000.0, **changed}
-    return float(np.mean([played(talks(40.0, 12.0, seed), **settings).seconds.mean() for seed in SEEDS]))
+    return float(np.mean([played(talks(40.0, 12.0, seed), **settings).seconds.mean() for seed in seeds]))
 
 
 def test_sixteen_routers_cost_little_beside_one() -> None:
@@ -180,7 +182,7 @@ def test_news_of_a_second_ago_cost_little_beside_instant_ones() -> None:
 
 
 def test_lost_datagrams_cost_little() -> None:
-    assert averaged(loss=0.1) <= 1.02 * averaged()
+    assert averaged(MORE_SEEDS, loss=0.1) <= 1.02 * averaged(MORE_SEEDS)
 
 
 def test_a_partition_heals() -> None:
