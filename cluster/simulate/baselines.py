@@ -115,7 +115,7 @@ class Product:
     `alone` what an empty batch counts for."""
 
     tokens: Literal["own", "queued"] = "queued"
-    alone: float = 4.0
+    alone: float = 256.0
 
     def choose(self, known: Knowledge, request: Request, now: float) -> int:
         """The least product."""

@@ -63,6 +63,11 @@ class Engine:
         return max(0.0, self._free_at - self._clock())
 
     @property
+    def queued_tokens(self) -> int:
+        """The same in prompt tokens."""
+        return round(self.wait * self.rate)
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that can be had: free ones and such as eviction would free."""
         return len(self._free) + self.radix.evictable

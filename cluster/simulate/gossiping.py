@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
-from cluster.simulate.headwater import INCARNATION, RealRouters
+from pydantic import ValidationError
+
+from cluster.errors import UserError
+from cluster.simulate.headwater import DEFAULTS, INCARNATION, RealRouters
 from cluster.simulate.run import World
+from router.config import RouterConfig
 from router.route import Ticket
 from transfer.gossip.config import GossipConfig
-from transfer.gossip.frames import ROUTER, WORKER, Address, Member, Notice
+from transfer.gossip.frames import MAX_NODES, ROUTER, WORKER, Address, Member, Notice
 from transfer.gossip.protocol import Gossip, Send
 
 WIRE_S = 0.005
@@ -17,14 +21,25 @@ TICK_S = 0.05
 KEY = b"of a cluster that is simulated"
 
 
+def check_limits(workers: int, routers: int, capacity: int) -> None:
+    """Raise UserError for what gossip does not allow."""
+    if workers + routers > MAX_NODES:
+        raise UserError(f"--workers {workers} and --routers {routers}: must be {MAX_NODES} or fewer together")
+    try:
+        _config(0.0, capacity)
+    except ValidationError as error:
+        most = error.errors()[0]["ctx"]["le"]
+        raise UserError(f"--capacity {capacity}: must be {most} or less with the policy headwater") from None
+
+
 class Gossiping(RealRouters):
     """Summaries and notices of dispatches travel by gossip. A worker publishes every `staleness_s`; where that is 0, at
-    every change, and nothing takes time."""
+    every change, routers pass it on at once, and nothing takes time."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, router_config: RouterConfig = DEFAULTS) -> None:
         settings = world.settings
         config = _config(settings.staleness_s, settings.capacity)
-        super().__init__(world, settings.routers, config.silent_s)
+        super().__init__(world, router_config, settings.routers, config.silent_s)
         self._random = world.random
         self._wire_s = WIRE_S if settings.staleness_s else 0.0
         self._cut_off = frozenset(f"r{number}" for number in settings.cut_off)
@@ -39,7 +54,7 @@ class Gossiping(RealRouters):
         for name in self._nodes:
             self._world.loop.after(self._random.random() * TICK_S, self._tick, name)
 
-    def announce(self, router: int, worker: str, ticket: Ticket) -> None:
+    def announce(self, router: int, ticket: Ticket) -> None:
         """The others hear of it as soon as a datagram can be there."""
         name = f"r{router}"
         self._send(name, self._nodes[name].dispatched(ticket.notice))
@@ -66,6 +81,8 @@ class Gossiping(RealRouters):
 
     def _receive(self, name: str, data: bytes, sender: Address) -> None:
         self._send(name, self._nodes[name].receive(self._world.loop.now, data, sender))
+        if not self._wire_s and name in self._routers_by_name:
+            self._send(name, self._nodes[name].tick(self._world.loop.now))
         self._take_events(name)
 
     def _take_events(self, name: str) -> None:
@@ -92,6 +109,6 @@ def _config(staleness_s: float, capacity: int) -> GossipConfig:
     """The default settings but for the rhythm of updates. What counts as silence goes by it."""
     default = GossipConfig(keys_per_worker=capacity)
     if not staleness_s:
-        return default.model_copy(update={"update_changes": 1})
+        return default.model_copy(update={"update_changes": 1, "relay_interval_s": 0.0})
     factor = max(1.0, staleness_s / default.update_interval_s)
     return default.model_copy(update={"update_interval_s": staleness_s, "silent_s": factor * default.silent_s})

@@ -27,11 +27,11 @@ class Informed:
     def start(self) -> None:
         """Nothing happens by itself."""
 
-    def choose(self, router: int, request: Request, refused: frozenset[int]) -> Choice:
+    def choose(self, router: int, request: Request, refused: frozenset[int], last: bool) -> Choice:
         """As the rule says; workers take what comes."""
         return Choice(self._rule.choose(self._known_to(router), request, self._loop.now))
 
-    def busy(self, router: int, worker: int, wait_s: float) -> None:
+    def busy(self, router: int, request: Request, worker: int) -> None:
         """Does not happen."""
 
     def placed(self, router: int, request: Request, worker: int, job: Job) -> None:

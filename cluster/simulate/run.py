@@ -12,11 +12,10 @@ import numpy as np
 from cluster.simulate.engine import Engine, Job, Loan
 from cluster.simulate.loop import Loop
 from cluster.simulate.trace import Request
+from router.config import RouterConfig
 
-CANDIDATES = 3
+CANDIDATES = RouterConfig().candidates
 """Workers that a request is offered to; the last of them takes it."""
-ADMISSION_SLACK_S = 0.3
-"""A worker whose queue is so much longer than the router believed answers busy."""
 CUT_OFF_S = 30.0
 """How long routers that are cut off hear nothing."""
 DECODE_STEP_S = 0.02
@@ -50,11 +49,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A router's choice: worker `worker`, believed to have computed all that it has in `wait_s` seconds (None: takes
-    what comes), which may copy the prompt's first `blocks` blocks from the worker `source`."""
+    """A router's choice: worker `worker`, which refuses if more than `most_queued` prompt tokens wait there (None: it
+    takes what comes), and may copy the prompt's first `blocks` blocks from the worker `source`."""
 
     worker: int
-    wait_s: float | None = None
+    most_queued: int | None = None
     source: int | None = None
     blocks: int = 0
 
@@ -65,10 +64,11 @@ class Routers(Protocol):
     def start(self) -> None:
         """Time begins."""
 
-    def choose(self, router: int, request: Request, refused: frozenset[int]) -> Choice:
-        """A worker for a request that came to this router; those in `refused` have just answered busy."""
+    def choose(self, router: int, request: Request, refused: frozenset[int], last: bool) -> Choice:
+        """A worker for a request that came to this router; those in `refused` have just answered busy, and the `last`
+        one has to take it."""
 
-    def busy(self, router: int, worker: int, wait_s: float) -> None:
+    def busy(self, router: int, request: Request, worker: int) -> None:
         """A worker has refused, and says how long its queue is."""
 
     def placed(self, router: int, request: Request, worker: int, job: Job) -> None:
@@ -145,21 +145,24 @@ class _Simulation:
         ]
         self._routers = policy(World(settings, self._engines, self._loop, Random(f"policy {settings.seed}")))
         self._left = len(trace)
-        self._jobs: list[tuple[int, int, Job]] = []  # router, worker, job
+        self._chosen: list[tuple[int, int]] = []  # router, worker
+        # Not the jobs themselves: they hold on to parts of the caches that are evicted since.
+        self._ends: list[float] = []
+        self._cached: list[int] = []
         self._refusals = 0
 
     def run(self) -> Outcome:
         self._routers.start()
         self._loop.at(self._trace[0].arrival, self._arrive, 0)
         self._loop.run()
-        jobs = [job for _, _, job in self._jobs]
+        routers, workers = np.array(self._chosen).T
         arrivals = np.array([request.arrival for request in self._trace])
         return Outcome(
             arrivals=arrivals,
-            seconds=np.array([job.end for job in jobs]) - arrivals,
-            workers=np.array([worker for _, worker, _ in self._jobs]),
-            routers=np.array([router for router, _, _ in self._jobs]),
-            cached=np.array([job.cached for job in jobs]),
+            seconds=np.array(self._ends) - arrivals,
+            workers=workers,
+            routers=routers,
+            cached=np.array(self._cached),
             blocks=np.array([len(request.blocks) for request in self._trace]),
             refusals=self._refusals,
             busy=np.array([engine.busy for engine in self._engines]),
@@ -175,7 +178,9 @@ class _Simulation:
         if choice.source is not None and self._settings.block_copy_s is not None:
             loan = Loan(self._engines[choice.source], choice.blocks, self._settings.block_copy_s)
         job = self._engines[choice.worker].accept(request, loan)
-        self._jobs.append((router, choice.worker, job))
+        self._chosen.append((router, choice.worker))
+        self._ends.append(job.end)
+        self._cached.append(job.cached)
         self._routers.placed(router, request, choice.worker, job)
         self._loop.at(job.end, self._computed, router, request, choice.worker, job)
         if number % 100 == 0:
@@ -184,15 +189,15 @@ class _Simulation:
     def _accepted(self, router: int, request: Request) -> Choice:
         """The choice that a worker agrees to."""
         refused: frozenset[int] = frozenset()
-        for _ in range(min(CANDIDATES, self._settings.workers) - 1):
-            choice = self._routers.choose(router, request, refused)
-            wait_s = self._engines[choice.worker].wait
-            if choice.wait_s is None or wait_s <= choice.wait_s + ADMISSION_SLACK_S:
-                return choice
+        for left in reversed(range(CANDIDATES)):
+            choice = self._routers.choose(router, request, refused, not left)
+            most = choice.most_queued
+            if most is None or self._engines[choice.worker].queued_tokens <= most:
+                break
             self._refusals += 1
-            self._routers.busy(router, choice.worker, wait_s)
+            self._routers.busy(router, request, choice.worker)
             refused |= {choice.worker}
-        return self._routers.choose(router, request, refused)
+        return choice
 
     def _computed(self, router: int, request: Request, worker: int, job: Job) -> None:
         self._routers.computed(router, request, worker, job)

@@ -7,7 +7,6 @@ beginnings of the prompt up to there.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -19,6 +18,8 @@ from cluster.errors import UserError
 BLOCK_TOKENS = 512
 MAX_TOKENS = 10_000_000
 """Longest prompt or answer that is believed to be meant."""
+MAX_STAMP_MS = 10**15
+"""Latest moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,8 @@ def _parse(file: Path, number: int, line: bytes) -> _Line:
         return UserError(f"{where}: {field}: {value}: must be {wanted}")
 
     timestamp, ids = entry.get("timestamp"), entry.get("hash_ids")
-    if not _number(timestamp) or not 0 <= timestamp < math.inf:
-        raise wrong("timestamp", "milliseconds, 0 or more")
+    if not _number(timestamp) or not 0 <= timestamp <= MAX_STAMP_MS:
+        raise wrong("timestamp", f"milliseconds, from 0 to {MAX_STAMP_MS}")
     for field, least in (("input_length", 1), ("output_length", 0)):
         if not _whole(entry.get(field)) or not least <= entry[field] <= MAX_TOKENS:
             raise wrong(field, f"a whole number from {least} to {MAX_TOKENS}")

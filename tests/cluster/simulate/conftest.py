@@ -55,3 +55,21 @@ def chats(count: int, turns: int, seed: int, rate: float = 4.0, beginning: int =
         made.append(request(number, arrival, *histories[chat], output=draw.randint(1, 400)))
         arrival += draw.expovariate(rate)
     return made
+
+
+def talks(seconds: float, rate: float, seed: int) -> list[Request]:
+    """People who come and go, `rate` requests a second from 5 s on, when the nodes have met: each says one to six
+    things, seconds apart, of which the first is long. The first block is everybody's."""
+    draw = Random(seed)
+    fresh = iter(range(1, 10**6))
+    turns: list[tuple[float, list[int]]] = []
+    begin = 5.0 - 30.0
+    while begin < seconds:
+        begin += draw.expovariate(rate / 3.5)
+        history, at = [0, *(next(fresh) for _ in range(draw.randint(2, 20)))], begin
+        for _ in range(draw.randint(1, 6)):
+            turns.append((at, list(history)))
+            history += [next(fresh) for _ in range(draw.randint(1, 4))]
+            at += 3.0 + draw.expovariate(1 / 6)
+    turns = sorted(turn for turn in turns if 5.0 <= turn[0] < seconds)
+    return [request(number, at, *blocks) for number, (at, blocks) in enumerate(turns)]

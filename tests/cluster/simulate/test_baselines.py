@@ -7,7 +7,7 @@ from cluster.simulate.engine import Engine
 from cluster.simulate.informed import Informed
 from cluster.simulate.knowledge import Knowledge
 from cluster.simulate.loop import Loop
-from cluster.simulate.policies import BASELINES, PEERS
+from cluster.simulate.policies import HEADWATER, PEERS, POLICIES
 from cluster.simulate.run import Settings, World
 from tests.cluster.simulate.conftest import chats, request
 
@@ -111,7 +111,17 @@ def test_ties_are_broken_at_random() -> None:
 
 def test_every_peer_has_as_many_constants_to_choose_from() -> None:
     assert PEERS == ["chwbl", "sglang", "dynamo", "lmetric"]
-    assert {len(BASELINES[name].choices) for name in PEERS} == {12}
+    assert {len(POLICIES[name].choices) for name in (HEADWATER, *PEERS)} == {12}
+
+
+def test_no_constant_by_default_is_the_least_or_the_greatest_that_was_tried() -> None:
+    """Then a better one could be beyond it."""
+    for name, rule in {"chwbl": BoundedLoad, "sglang": CacheAware, "dynamo": Overlap, "lmetric": Product}.items():
+        for constant, values in POLICIES[name].grid.items():
+            default = getattr(rule(), constant)
+            assert default in values
+            if not isinstance(default, str):
+                assert min(values) < default < max(values), (name, constant)
 
 
 def test_exact_knowledge_is_what_the_caches_hold() -> None:

@@ -2,17 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
 
+from cluster.simulate.engine import Engine, Job
 from cluster.simulate.gossiping import Gossiping
 from cluster.simulate.headwater import Exact
-from cluster.simulate.policies import BASELINES
+from cluster.simulate.loop import Loop
+from cluster.simulate.policies import BASELINES, PEERS, POLICIES, made
 from cluster.simulate.run import MakeRouters, Outcome, Settings, World, simulate
-from cluster.simulate.trace import BLOCK_TOKENS, Request
-from tests.cluster.simulate.conftest import chats, request
+from cluster.simulate.trace import BLOCK_TOKENS, Request, read
+from cluster.simulate.tune import tune
+from tests.cluster.simulate.conftest import chats, request, talks
+from transfer.messages import Source
 
 SMALL = Settings(workers=8, routers=4, capacity=400, rate=4000.0)
 
@@ -84,13 +90,6 @@ def test_a_slow_worker_takes_nothing_from_the_others_hits() -> None:
     assert uneven.hit_rate(uneven.workers != 0) >= 0.98 * even.hit_rate(even.workers != 0)
 
 
-def test_many_routers_with_old_news_do_not_herd() -> None:
-    """Workers refuse what is too much for them, and what dispatches add to their queues is told at once."""
-    trace = chats(60, 10, seed=5, rate=7.0, beginning=2)
-    exact, stale = played(trace, Exact), played(trace, routers=16, staleness_s=1.0)
-    assert stale.seconds.mean() < 1.25 * exact.seconds.mean()
-
-
 def test_without_notices_workers_refuse() -> None:
     """The same requests at the same moment at several routers: only the workers can know."""
 
@@ -103,26 +102,136 @@ def test_without_notices_workers_refuse() -> None:
     assert played(trace, Mute, routers=8).refusals > 0
 
 
+def test_where_nobody_else_is_able_one_that_refused_takes_it() -> None:
+    """Three workers that are busy and, because datagrams are lost, silent at times."""
+    draw = Random(16)
+    times = sorted(burst * 0.25 + draw.random() * 0.002 for burst in range(60) for _ in range(draw.randint(1, 10)))
+    trace = [request(n, at, *range(n * 10, n * 10 + draw.randint(1, 8))) for n, at in enumerate(times)]
+    outcome = played(trace, workers=3, routers=8, rate=24_000.0, loss=0.9)
+    assert outcome.refusals > 0
+    assert (outcome.seconds > 0).all()
+
+
+def test_a_router_hears_of_what_was_not_there_with_the_first_token_and_of_the_worker_that_lacked_it() -> None:
+    """Which is the one that it was to be copied from."""
+    lacked: list[tuple[float, str, int]] = []
+
+    class Told(Gossiping):
+        def __init__(self, world: World) -> None:
+            super().__init__(world)
+            loop = world.loop
+            for router in self.routers:
+                router.lacks = lambda name, _, cached: lacked.append((loop.now, name, cached))  # type: ignore[method-assign]
+
+    asked, settings = request(0, 0.0, 1, 2, 3, 4), replace(SMALL, workers=2, block_copy_s=0.001, kv_bytes_per_token=100)
+    loop = Loop()
+    engines = [Engine(f"w{number}", settings.rate, 100, loop.clock) for number in range(2)]
+    routers = Told(World(settings, engines, loop, Random(1)))
+    choice = routers.choose(0, asked, frozenset(), False)
+    plan = routers._asked[0].plan
+    other = "w1" if plan.prefill == "w0" else "w0"
+    routers._asked[0].plan = replace(plan, cached=3 * BLOCK_TOKENS, fetch=Source(other, 3 * BLOCK_TOKENS))
+    job = engines[choice.worker].accept(asked)
+    routers.placed(0, asked, choice.worker, job)
+    assert not lacked
+    loop.now = job.end
+    routers.computed(0, asked, choice.worker, job)
+    assert lacked == [(job.end, other, 0)]
+
+
+def test_nothing_is_old_where_staleness_is_0() -> None:
+    """All routers know all at the moment it happens."""
+    behind = []
+
+    class Compared(Gossiping):
+        def placed(self, router: int, request: Request, worker: int, job: Job) -> None:
+            super().placed(router, request, worker, job)
+            # Whatever happens at one moment happens in the order it was planned in.
+            self._world.loop.after(1e-9, self._compare, self._world.engines[worker].name)
+
+        def _compare(self, worker: str) -> None:
+            if self._world.loop.now > 5:
+                digest = self.summaries[worker].digest
+                behind.append(sum(replicas.state(worker)[2] != digest for replicas in self.replicas))
+
+    played(talks(15.0, 6.0, seed=1), Compared, staleness_s=0.0)
+    assert len(behind) > 50
+    assert not any(behind)
+
+
+# --- what old news, loss and many routers cost, averaged over seeds ---------------------------------------------------
+
+SEEDS = range(1, 4)
+MORE_SEEDS = range(1, 9)
+"""Where chance makes more of a difference, up to 6 % either way on one seed, than what is to be seen."""
+
+
+@cache
+def averaged(seeds: range = SEEDS, **changed: object) -> float:
+    """Mean time."""
+    settings = {"workers": 6, "rate": 16_000.0, **changed}
+    return float(np.mean([played(talks(40.0, 12.0, seed), **settings).seconds.mean() for seed in seeds]))
+
+
+def test_sixteen_routers_cost_little_beside_one() -> None:
+    assert averaged(routers=16) <= 1.03 * averaged(routers=1)
+
+
+def test_news_of_a_second_ago_cost_little_beside_instant_ones() -> None:
+    assert averaged(staleness_s=1.0) <= 1.06 * averaged(staleness_s=0.0)
+
+
 def test_lost_datagrams_cost_little() -> None:
-    traces = [chats(60, 10, seed=seed, rate=5.0, beginning=2) for seed in range(7, 11)]
-    none, some = ([played(trace, loss=loss) for trace in traces] for loss in (0.0, 0.1))
-    assert np.mean([one.hit_rate() for one in some]) > 0.98 * np.mean([one.hit_rate() for one in none])
-    assert np.mean([one.seconds.mean() for one in some]) < 1.1 * np.mean([one.seconds.mean() for one in none])
+    assert averaged(MORE_SEEDS, loss=0.1) <= 1.02 * averaged(MORE_SEEDS)
 
 
 def test_a_partition_heals() -> None:
     """Half of the routers hear no gossip for 30 s. From 5 s after it on, all is as it was without it."""
-    trace = chats(100, 8, seed=8, rate=6.0, beginning=2)
-    cut = {"cut_off": frozenset({0, 1}), "cut_from_s": 40.0, "cut_until_s": 70.0}
-    whole, divided = played(trace), played(trace, **cut)
-    after = whole.arrivals > 75.0
-    assert after.sum() > 200
-    assert divided.hit_rate(after) >= 0.98 * whole.hit_rate(after)
-    during = (whole.arrivals > 45.0) & (whole.arrivals < 70.0)
-    mine, others = (during & ((whole.routers < 2) == cut_off) for cut_off in (True, False))
-    assert divided.hit_rate(mine) < 0.8 * whole.hit_rate(mine)  # it did matter
-    assert divided.hit_rate(others) > 0.8 * whole.hit_rate(others)
-    assert divided.seconds[during].max() < 10
+    cut = {"cut_off": frozenset({0, 1}), "cut_from_s": 10.0, "cut_until_s": 40.0}
+    means: list[tuple[float, float]] = []
+    for seed in SEEDS:
+        trace = talks(70.0, 12.0, seed)
+        whole, divided = (played(trace, workers=6, rate=16_000.0, **more) for more in ({}, cut))
+        after = whole.arrivals > 45.0
+        assert after.sum() > 200
+        means.append((whole.seconds[after].mean(), divided.seconds[after].mean()))
+        during = (whole.arrivals > 15.0) & (whole.arrivals < 40.0)
+        mine, others = (during & ((whole.routers < 2) == cut_off) for cut_off in (True, False))
+        assert divided.hit_rate(mine) < 0.8 * whole.hit_rate(mine)  # it did matter
+        assert divided.hit_rate(others) > 0.8 * whole.hit_rate(others)
+        assert divided.seconds[during].max() < 10
+    undivided, healed = np.mean(means, axis=0)
+    assert healed <= 1.02 * undivided
+
+
+@pytest.mark.long
+def test_the_conversation_trace(conversation: Path) -> None:
+    """Bounds on every figure, on what old news, loss and many routers cost, and beside other routers' rules."""
+    trace = read(conversation, 2)
+
+    def run(**changed: object) -> Outcome:
+        return simulate(trace, replace(Settings(), **changed), Gossiping)  # type: ignore[arg-type]
+
+    plain = run()
+    figures, mean = plain.figures(), plain.seconds.mean()
+    assert figures["hit_rate"] >= 0.30
+    assert figures["mean"] <= 1.13
+    assert figures["p90"] <= 2.8
+    assert figures["p99"] <= 9.6
+    peers = {}
+    for name in PEERS:
+        constants, _ = tune(trace, Settings(), POLICIES[name])
+        peers[name] = simulate(trace, Settings(), made(name, constants)).seconds.mean()
+    assert mean <= 0.9 * min(peers.values()), peers
+    copied = run(block_copy_s=BLOCK_TOKENS * 131_072 / 1e10, kv_bytes_per_token=131_072).figures()
+    assert copied["mean"] <= 1.05
+    assert copied["hit_rate"] >= 0.32
+    assert run(routers=16).seconds.mean() <= 1.03 * run(routers=1).seconds.mean()
+    assert run(staleness_s=1.0).seconds.mean() <= 1.06 * run(staleness_s=0.0).seconds.mean()
+    assert run(loss=0.1).seconds.mean() <= 1.02 * mean
+    divided = run(cut_off=frozenset({0, 1}), cut_from_s=600.0, cut_until_s=630.0)
+    after = plain.arrivals > 635.0
+    assert divided.seconds[after].mean() <= 1.02 * plain.seconds[after].mean()
 
 
 def test_prefixes_are_copied_where_that_is_faster_than_computing() -> None:

@@ -74,6 +74,7 @@ def test_a_last_block_that_is_not_full_may_be_left_out(write: Write) -> None:
         (line(timestamp=-1), "line 2: timestamp: -1: must be milliseconds"),
         (line(timestamp=math.nan), "line 2: timestamp: NaN"),
         (line(timestamp=math.inf), "line 2: timestamp: Infinity"),
+        (line(timestamp=10**400), "line 2: timestamp: 1000000"),
         (line(timestamp="0"), 'line 2: timestamp: "0"'),
         (line(timestamp=True), "line 2: timestamp: true"),
         (line(input_length=0), "line 2: input_length: 0: must be a whole number from 1"),
