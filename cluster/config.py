@@ -23,6 +23,8 @@ from transfer.gossip.config import GossipConfig
 from workers.config import WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
+SECRETS = ("gossip.key",)
+"""Settings whose values are never shown."""
 
 
 class ConfigError(UserError):
@@ -146,7 +148,9 @@ def _explain(error: ValidationError) -> str:
         nearest = difflib.get_close_matches(path, _keys(ClusterConfig), n=1, cutoff=0.0)
         return f"{path}: unknown setting; did you mean {nearest[0]}?"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{path}: {message}, got {problem['input']!r}" if path else message
+    if path in SECRETS or not path:
+        return f"{path}: {message}".removeprefix(": ")
+    return f"{path}: {message}, got {problem['input']!r}"
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -43,11 +43,23 @@ def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
             "transfer.ucx: NET_DEVICES is already what transfer.interface sets",
         ),
         ({"gateway.port": 1, "gateway.port.x": 1}, "gateway.port"),
+        ({"gateway.port": 65535, "gateway.replicas": 2}, "gateway.port 65535 leaves no ports for 2 gateways"),
+        ({"gateway.replicas": 65}, "gateway.replicas: Input should be less than or equal to 64, got 65"),
+        ({"gossip.host": "0.0.0.0"}, "gossip.host"),
+        ({"gossip.silent_s": 0.1}, "gossip.silent_s: must be more than twice"),
     ],
 )
 def test_mistakes_are_named(flags: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         load(None, flags, {})
+
+
+@pytest.mark.parametrize("key", ["a secret word", 1234567890123456789])
+def test_a_secret_that_cannot_be_is_not_shown(key: object) -> None:
+    with pytest.raises(ConfigError, match=r"^gossip\.key: ") as error:
+        load(None, {"gossip.key": key}, {})
+    assert str(key) not in str(error.value)
+    assert "0123456789abcdef" not in repr(load(None, {"gossip.key": "0123456789abcdef"}, {}))
 
 
 def test_variables_of_ucx_from_the_environment() -> None:

@@ -164,6 +164,11 @@ def test_one_hot_prompt_does_not_go_to_one_worker(wide: Cluster) -> None:
     assert_balance(wide)
 
 
+def test_a_dead_gateway_keeps_no_other_from_draining(wide: Cluster) -> None:
+    ray.kill(wide.gateways[1])
+    assert wide.drain() == 0
+
+
 @pytest.mark.long
 def test_one_hot_prompt_of_500_over_8_workers(launch: Launch, tiny: Path) -> None:
     cluster = launch(tiny, worker__kv_memory="24MiB", prefill__replicas=8, decode__replicas=1)
