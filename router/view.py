@@ -208,9 +208,10 @@ class View:
     # --- what is heard of workers -------------------------------------------------------------------------------
 
     def update(self, status: WorkerStatus) -> bool:
-        """A worker has answered; whether it is another life of it than the one known before."""
+        """A worker has answered; whether it is another life of it than the one that answered before. Its summary may
+        have said so already: that tells nobody who waits for the old life."""
         worker = self.workers[status.name]
-        reborn = 0 < worker.incarnation < status.incarnation
+        reborn = worker.status is not None and worker.status.incarnation != status.incarnation
         if not worker.alive or reborn or worker.status is None:
             self._refreshed = -np.inf
         self._meet(worker, status.incarnation)
