@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 
 from uhashring import HashRing
 
 POINTS = 64
-"""Of a worker on the ring: with more the ring is evener, but takes longer to change."""
+"""Of a worker on the ring: with more the ring is evener, but takes longer to make."""
 
 
 class Ring:
     """Workers on a hash ring."""
 
-    def __init__(self, names: Iterable[str] = ()) -> None:
-        self._names: frozenset[str] = frozenset()
-        self._ring = HashRing(vnodes=POINTS)
-        self.set(names)
+    def __init__(self, names: Iterable[str]) -> None:
+        self._ring = HashRing(nodes=sorted(names), vnodes=POINTS)
 
-    def set(self, names: Iterable[str]) -> None:
-        """Make the ring consist of exactly these workers."""
-        wanted = frozenset(names)
-        if wanted != self._names:
-            self._names, self._ring = wanted, HashRing(nodes=sorted(wanted), vnodes=POINTS)
-
-    def order(self, key: bytes, count: int, allowed: Container[str]) -> list[str]:
+    def order(self, key: bytes, count: int, allowed: Collection[str]) -> list[str]:
         """Up to `count` of the allowed workers once each, the key's home first, then in ring order."""
         found: list[str] = []
-        for one in self._ring.range(key.hex(), unique=True) if self._names and count else ():
+        for one in self._ring.range(key.hex(), unique=True) if allowed else ():
             if one["nodename"] in allowed:
                 found.append(one["nodename"])
                 if len(found) == count:

@@ -130,8 +130,8 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Workers that are able to do something, by name; their mean wait and speed, and how many dispatches to them other
-    routers have given notice of."""
+    """Workers that are able to do something, by name; the means of their waits, speeds and late assignments; and how many
+    dispatches to them other routers have given notice of."""
 
     workers: dict[str, WorkerView]
     wait_s: float
@@ -274,11 +274,11 @@ class View:
         """Whether some request could be served now: a worker with both roles, or one of each."""
         return bool(self.able(BOTH).workers) or bool(self.able(PREFILL).workers and self.able(DECODE).workers)
 
+    # --- inside -------------------------------------------------------------------------------------------------
+
     def _audible(self, worker: WorkerView, now: float) -> bool:
         """Whether a worker has been heard of lately."""
         return self._replicas is None or (worker.heard is not None and now - worker.heard < self._silent_s)
-
-    # --- inside -------------------------------------------------------------------------------------------------
 
     def _refresh(self, now: float) -> None:
         self._refreshed = now
@@ -297,11 +297,8 @@ class View:
 
     def _look_up(self, worker: WorkerView, replicas: Replicas) -> None:
         """Take in what a worker's newest summary says of its load."""
-        load, heard, incarnation = (
-            replicas.load(worker.name),
-            replicas.heard(worker.name),
-            replicas.state(worker.name)[0],
-        )
+        load, heard = replicas.load(worker.name), replicas.heard(worker.name)
+        incarnation = replicas.state(worker.name)[0]
         known = load is worker.load and heard == worker.heard and incarnation == worker.incarnation
         if load is None or heard is None or known:
             return

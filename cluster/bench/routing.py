@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cluster.bench.report import Check, Figures, Report
+from cluster.simulate.status import stand_in
 from router.config import RouterConfig
 from router.route import Router
 from router.view import DECODE, PREFILL, View
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Applied, Replicas
 from transfer.gossip.summary import DEVICE, Load, Update, digest
-from transfer.messages import CacheStats, Speeds, TransferStats, WorkerStatus, pack_tokens
+from transfer.messages import Speeds, WorkerStatus, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
 BLOCK = 16
@@ -121,29 +122,7 @@ def _fill(replicas: Replicas, names: list[str], documents: list[list[int]], shap
 
 def _status(name: str, role: str) -> WorkerStatus:
     """What a worker answers: all have the same model, so that they could copy from one another."""
-    return WorkerStatus(
-        name=name,
-        role=role,
-        node="",
-        pid=0,
-        state="ready",
-        model="model",
-        incarnation=1,
-        running=0,
-        waiting=0,
-        prefix_cache=True,
-        blocks={},
-        fragmentation=0.0,
-        cache=CacheStats(),
-        transfer=TransferStats(),
-        speeds=Speeds(SPEED, 0.02, 1e10),
-        token_bytes=131_072,
-        resident_bytes=0,
-        block_size=BLOCK,
-        max_model_len=0,
-        vocab_size=VOCABULARY,
-        fingerprint="model",
-    )
+    return stand_in(name, role, Speeds(SPEED, 0.02, 1e10), token_bytes=131_072)
 
 
 def _heartbeat(replicas: Replicas, name: str, random: Random) -> Update:

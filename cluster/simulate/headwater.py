@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from random import Random
 
 from cluster.simulate.engine import SALT, Engine, Job
 from cluster.simulate.run import Choice, World
+from cluster.simulate.status import stand_in
 from cluster.simulate.trace import BLOCK_TOKENS, Request
 from router.config import RouterConfig
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, View
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load, Summary
-from transfer.messages import CacheStats, Plan, Speeds, TransferStats, WorkerStatus
+from transfer.messages import Plan, Speeds, WorkerStatus
 from transfer.prefix import PrefixChain, root_key
 from workers.kv.journal import Journal
 
@@ -35,7 +37,7 @@ class _Asked:
     ticket: Ticket
 
 
-class RealRouters:
+class RealRouters(ABC):
     """What both of Headwater's policies have in common: `count` routers over views of the simulated workers, where one
     that is silent for `silent_s` gets nothing. A subclass brings the views what they are to know, by `publish` and
     `announce`."""
@@ -102,13 +104,13 @@ class RealRouters:
         """The gateway gets the end."""
         self._asked.pop(request.number).ticket.close()
 
+    @abstractmethod
     def announce(self, router: int, ticket: Ticket) -> None:
         """Tell other routers of a dispatch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def publish(self, worker: str) -> None:
         """A worker's summary or load has changed."""
-        raise NotImplementedError
 
     def load(self, worker: str) -> Load:
         """What a worker says of itself."""
@@ -133,29 +135,7 @@ class RealRouters:
         settings = self._world.settings
         assert settings.block_copy_s is not None
         bytes_s = settings.kv_bytes_per_token * BLOCK_TOKENS / settings.block_copy_s
-        return WorkerStatus(
-            name=engine.name,
-            role=BOTH,
-            node="",
-            pid=0,
-            state="ready",
-            model=MODEL,
-            incarnation=INCARNATION,
-            running=0,
-            waiting=0,
-            prefix_cache=True,
-            blocks={},
-            fragmentation=0.0,
-            cache=CacheStats(),
-            transfer=TransferStats(),
-            speeds=Speeds(engine.rate, SOON_S, bytes_s),
-            token_bytes=settings.kv_bytes_per_token,
-            resident_bytes=0,
-            block_size=BLOCK_TOKENS,
-            max_model_len=0,
-            vocab_size=0,
-            fingerprint=MODEL,
-        )
+        return stand_in(engine.name, BOTH, Speeds(engine.rate, SOON_S, bytes_s), settings.kv_bytes_per_token)
 
 
 class Exact(RealRouters):
