@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import ray
 from pydantic import SecretStr
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster import telemetry
 from cluster.config import ClusterConfig
@@ -157,18 +157,18 @@ class Cluster:
         return list(ray.get([one.gossip_address.remote() for one in self.gateways], timeout=10))
 
     def drain(self) -> int:
-        """Let running requests finish, up to the configured time; returns how many were cut off. Raises RayActorError
-        when no gateway lives."""
+        """Let running requests finish, up to the configured time; returns how many were cut off. Raises RayError when
+        no gateway answers."""
         calls = [one.drain.remote() for one in self.gateways]
-        cut, dead = 0, []
+        cut, problems = 0, []
         until = time.monotonic() + self.config.gateway.drain_s + DRAIN_END_S
         for call in calls:
             try:
                 cut += ray.get(call, timeout=max(0.0, until - time.monotonic()))
-            except RayActorError as error:
-                dead.append(error)
-        if len(dead) == len(calls):
-            raise dead[0]
+            except (RayActorError, GetTimeoutError) as error:
+                problems.append(error)
+        if len(problems) == len(calls):
+            raise problems[0]
         return cut
 
     def stop(self, until: float | None = None) -> None:

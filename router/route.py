@@ -62,6 +62,7 @@ class Ticket:
     _prefill: WorkerView
     _decode: WorkerView
     _ladder: Ladder
+    _at: float
     _computing: bool = True
     _open: bool = True
 
@@ -79,7 +80,7 @@ class Ticket:
         """The request is over."""
         if self._computing:  # whatever kept it from that
             self._end()
-            self._prefill.assign(-self.notice.tokens, self._router.view.now())
+            self._prefill.unassign(self.notice.tokens, self._at)
             self._router.view.soon.forget_soon(self._prefill.name, self._ladder.keys)
         if self._open:
             self._open = False
@@ -164,9 +165,9 @@ class Router:
         self._heat.add(heated, tokens, prefill.name, now)
         answers = decode.name if decode.role != PREFILL else ""
         if answers:
-            decode.promise(tokens)
+            decode.promise(missing, now)
         notice = Notice(self.name, prefill.name, number, missing, tokens, answers, b"".join(heated))
-        return Ticket(notice, self, prefill, decode, ladder)
+        return Ticket(notice, self, prefill, decode, ladder, now)
 
     def notice(self, notice: Notice) -> None:
         """Another router has sent a worker a prompt."""

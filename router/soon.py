@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class _Belief:
     there: bool
     until: float
+    end: float
 
 
 class Soon:
@@ -19,7 +20,8 @@ class Soon:
     def __init__(self) -> None:
         self._keys: dict[bytes, dict[str, _Belief]] = {}
         self._ends: list[tuple[float, bytes, str]] = []
-        """A heap with one entry for each belief; one that was renewed goes back into it when it comes up."""
+        """A heap. Of a belief the entry of the time `end` counts, which goes back into it if the belief was renewed;
+        others are of beliefs that were dropped."""
 
     def add(self, worker: str, keys: Iterable[bytes], there: bool, until: float) -> None:
         """A worker has these prefixes, or, unless they are `there`, is to compute them."""
@@ -27,7 +29,7 @@ class Soon:
             beliefs = self._keys.setdefault(key, {})
             before = beliefs.get(worker)
             if before is None:
-                beliefs[worker] = _Belief(there, until)
+                beliefs[worker] = _Belief(there, until, until)
                 heapq.heappush(self._ends, (until, key, worker))
             else:
                 before.there, before.until = there or before.there, max(until, before.until)
@@ -56,12 +58,15 @@ class Soon:
     def expire(self, now: float) -> None:
         """Stop believing what was to be believed until now."""
         while self._ends and self._ends[0][0] <= now:
-            _, key, worker = heapq.heappop(self._ends)
+            end, key, worker = heapq.heappop(self._ends)
             belief = self._keys.get(key, _NOTHING).get(worker)
-            if belief is not None and belief.until > now:
-                heapq.heappush(self._ends, (belief.until, key, worker))
-            elif belief is not None:
+            if belief is None or belief.end != end:
+                continue
+            if belief.until <= now:
                 self._drop(worker, (key,))
+            else:
+                belief.end = belief.until
+                heapq.heappush(self._ends, (belief.end, key, worker))
 
     def _is_there(self, worker: str, key: bytes) -> bool:
         belief = self._keys.get(key, _NOTHING).get(worker)

@@ -41,9 +41,9 @@ NOTICE_S = 5.0
 class WorkerView:
     """One worker. `queued_tokens`, prompt tokens to be computed, were reported at `queued_at`; the worker has not yet
     reported what was `sent` by this router and what others gave notice of. `computing` and `decodes` count this
-    router's own requests that are under way there. `promised` answers, of prompts of so many tokens together, were sent
-    there by whatever router since the last report. Until `full_until` it has no place for an answer.
-    `prompt_tokens_s` is the speed that it is taken to have."""
+    router's own requests that are under way there. `promised` answers, to prompts of which so many tokens together are
+    not cached, were sent there by whatever router since the last report, the first of them at `promised_at`. Until
+    `full_until` it has no place for an answer. `prompt_tokens_s` is the speed that it is taken to have."""
 
     name: str
     role: str
@@ -62,6 +62,7 @@ class WorkerView:
     full_until: float = 0.0
     promised: int = 0
     promised_tokens: int = 0
+    promised_at: float = 0.0
     sent: Pending = field(default_factory=Pending)
     noticed: Pending = field(default_factory=Pending)
 
@@ -80,13 +81,24 @@ class WorkerView:
         """Whether a prompt of so many tokens finds blocks, as far as is known."""
         return self.load is None or self.load.free_blocks * block_size >= tokens + self.promised_tokens
 
-    def promise(self, tokens: int) -> None:
-        """An answer to a prompt of so many tokens will be generated there."""
+    def promise(self, tokens: int, now: float) -> None:
+        """An answer will be generated there, to a prompt of which so many tokens are not cached."""
+        if not self.promised:
+            self.promised_at = now
         self.promised, self.promised_tokens = self.promised + 1, self.promised_tokens + tokens
+
+    def reported(self) -> None:
+        """What was promised before is in a report now, or never will be."""
+        self.promised = self.promised_tokens = 0
 
     def assign(self, tokens: int, now: float) -> None:
         """So many prompt tokens are to be computed there, by whatever router's plan."""
         self.assigned, self.assigned_at = self.assigned_lately(now) + tokens, now
+
+    def unassign(self, tokens: int, at: float) -> None:
+        """What was assigned at a time will not be computed there: take away what is left of it."""
+        left = tokens * 0.5 ** ((self.assigned_at - at) / ASSIGNED_HALF_LIFE_S)
+        self.assigned = max(0.0, self.assigned - left)
 
     def assigned_lately(self, now: float) -> float:
         """Prompt tokens that it got to compute, those of `ASSIGNED_HALF_LIFE_S` ago by half."""
@@ -130,8 +142,8 @@ class Ladder:
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Workers that are able to do something, by name; the means of their waits, speeds and late assignments; and how many
-    dispatches to them other routers have given notice of."""
+    """Workers that are able to do something, by name; the means of their waits, speeds and late assignments; and how
+    many dispatches to them other routers have given notice of."""
 
     workers: dict[str, WorkerView]
     wait_s: float
@@ -225,12 +237,12 @@ class View:
 
     def notice(self, notice: Notice) -> None:
         """Another router has sent a worker a prompt."""
+        now = self.now()
         if (worker := self.workers.get(notice.worker)) is not None:
-            now = self.now()
             worker.noticed.add(notice.router, notice.number, notice.tokens, now + NOTICE_S)
             worker.assign(notice.tokens, now)
         if (decode := self.workers.get(notice.decode)) is not None:
-            decode.promise(notice.length)
+            decode.promise(notice.tokens, now)
 
     def queue_is(self, name: str, tokens: int, router: str = "", number: int = 0) -> None:
         """A worker has answered how long its queue is, which has in it what the router sent up to this dispatch."""
@@ -286,6 +298,8 @@ class View:
         self.soon.expire(now)
         for worker in self.workers.values():
             worker.noticed.expire(now)
+            if now - worker.promised_at >= NOTICE_S:
+                worker.reported()
             if self._replicas is not None:
                 self._look_up(worker, self._replicas)
         known = sorted(worker.measured for worker in self.workers.values() if worker.measured and worker.alive)
@@ -299,13 +313,12 @@ class View:
         """Take in what a worker's newest summary says of its load."""
         load, heard = replicas.load(worker.name), replicas.heard(worker.name)
         incarnation = replicas.state(worker.name)[0]
-        known = load is worker.load and heard == worker.heard and incarnation == worker.incarnation
-        if load is None or heard is None or known:
+        if load is None or heard is None or (load is worker.load and heard == worker.heard):
             return
         self._meet(worker, incarnation)
         worker.heard, worker.load = heard, load
         worker.queued_tokens, worker.queued_at = load.queued_tokens, heard
-        worker.promised = worker.promised_tokens = 0
+        worker.reported()
         for router, number in load.accepted:
             worker.sent.arrived(router, number)
             worker.noticed.arrived(router, number)
@@ -317,6 +330,6 @@ class View:
                 self.soon.forget_worker(worker.name)
                 worker.sent.clear()
                 worker.noticed.clear()
-                worker.promised = worker.promised_tokens = 0
+                worker.reported()
                 worker.queued_tokens = 0
             worker.incarnation = incarnation

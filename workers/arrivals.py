@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from transfer.messages import Dispatch
 
+MOST = 32
+"""Routers that are reported, the latest ones: an entry is to fit a datagram."""
 KEEP_S = 10.0
 """How long an arrival is reported: often enough for every router to hear of it."""
 
@@ -17,7 +19,8 @@ class Arrivals:
     def latest(self, now: float) -> tuple[tuple[str, int], ...]:
         """Routers that have sent something lately, and the numbers of their last dispatches."""
         self._last = {router: last for router, last in self._last.items() if now - last[1] < KEEP_S}
-        return tuple((router, number) for router, (number, _) in self._last.items())
+        latest = sorted(self._last.items(), key=lambda item: -item[1][1])[:MOST]
+        return tuple((router, number) for router, (number, _) in latest)
 
     def arrived(self, dispatch: Dispatch, now: float) -> None:
         """A request has arrived, whether or not it is accepted."""

@@ -31,9 +31,9 @@ class SpeedMeter:
         """A step has been computed. Called by the engine thread."""
         tokens = sum(work.count for work in works if work.count > 1)
         if tokens >= MIN_TOKENS:
-            self._measured += tokens
             before, took = self._prompts
             self._prompts = before * (1 - WEIGHT) + tokens, took * (1 - WEIGHT) + seconds
+            self._measured += tokens  # last: others read this thread's figures
 
     @property
     def prompt_tokens_s(self) -> float:

@@ -161,7 +161,7 @@ class Gateway:
         """Wait until something has been heard of every worker, but not long. Whoever is not heard of gets no work while
         others are."""
         until = time.monotonic() + MEET_S
-        while time.monotonic() < until and not all(name in self._replicas for name in self._view.workers):
+        while time.monotonic() < until and any(self._replicas.heard(name) is None for name in self._view.workers):
             await asyncio.sleep(0.02)
 
     def _notify(self, notice: Notice) -> None:

@@ -19,7 +19,7 @@ from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
 from router.gateway.errors import failed, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
-from router.view import DECODE
+from router.view import BOTH, DECODE, PREFILL
 from transfer.directory import Directory, PeerDead, PeerError
 from transfer.gossip.frames import Notice
 from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
@@ -208,7 +208,7 @@ class Dispatcher:
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
         """Call prefill workers until one takes the request, and watch over its part."""
         request, failing = attempt.request, avoid
-        willing: frozenset[str] = frozenset()  # with more to do than was believed, but not at their bounds
+        willing: frozenset[str] = frozenset()  # refused because they had more to do than was believed
         left, local_tokens = self._router_config.candidates, None
         while True:
             plan = attempt.plan
@@ -250,16 +250,16 @@ class Dispatcher:
             else:
                 left, avoid = left - 1, avoid | {name}
                 self._router.view.queue_is(name, outcome.queued_tokens, dispatch.router, dispatch.number)
-                if dispatch.most_queued is not None and outcome.queued_tokens > dispatch.most_queued:
-                    willing |= {name}
+                more = dispatch.most_queued is not None and outcome.queued_tokens > dispatch.most_queued
+                willing = willing | {name} if more else willing - {name}
             attempt.ticket.close()
             if left > 0 and self._again(attempt, prompt, avoid, local_tokens):
                 continue
-            if willing:  # and nobody else: the least busy of them takes it
-                avoid, left = failing | (avoid - willing), 1
-                willing = frozenset()
-                if self._again(attempt, prompt, avoid, local_tokens):
-                    continue
+            # Of those the least busy takes it, unless it is at its bound; then the next one.
+            others = frozenset(one.name for one in self._router.view.living(PREFILL, BOTH)) - willing
+            if willing and self._again(attempt, prompt, failing | others, local_tokens):
+                left = 1
+                continue
             busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
             lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
             attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)

@@ -134,11 +134,13 @@ async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> Non
 
 
 class Busy(Forgetful):
-    """A directory in which whoever is in `full` is busy, and all others are if the router believes them idle."""
+    """A directory in which whoever is in `full` is busy, and all others are if the router believes them idle. With
+    `last_full` the first that is asked without a condition turns out to be full, too."""
 
-    def __init__(self, *full: str) -> None:
+    def __init__(self, *full: str, last_full: bool = False) -> None:
         super().__init__()
         self._full = full
+        self._last_full = last_full
         self.limits: list[int | None] = []
 
     async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
@@ -149,6 +151,9 @@ class Busy(Forgetful):
         self.asked.append((name, decode))
         self.limits.append(dispatch.most_queued)
         if name in self._full:
+            return Outcome("busy", queued=9, queued_tokens=5000)
+        if self._last_full and dispatch.most_queued is None:
+            self._full, self._last_full = (*self._full, name), False
             return Outcome("busy", queued=9, queued_tokens=5000)
         if decode in self._full:
             return Outcome("busy", queued=7, worker=decode)
@@ -184,6 +189,19 @@ async def test_the_only_candidate_is_asked_again_without_a_condition() -> None:
     directory = Busy()
     assert [output.tokens for output in await busy(directory, 1, 1)] == [(7, 8)]
     assert [limit is None for limit in directory.limits] == [False, True]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5])
+async def test_whoever_only_had_more_to_do_than_was_believed_is_asked_before_the_client_is_turned_away(
+    workers: int,
+) -> None:
+    """The last candidate turns out to be at its bound, and so does the next one that is asked for certain."""
+    directory = Busy(last_full=True)
+    assert [output.tokens for output in await busy(directory, workers, 1)] == [(7, 8)]
+    asked = [name for name, _ in directory.asked]
+    certain = [number for number, limit in enumerate(directory.limits) if limit is None]
+    assert len(certain) == 2
+    assert asked[certain[1]] in asked[: certain[0]]  # it had refused before
 
 
 async def test_when_all_are_full_the_client_is_told_so() -> None:

@@ -48,3 +48,15 @@ def test_a_belief_that_lasts_long_keeps_no_others_alive_and_renewals_take_no_roo
     assert len(soon._ends) == 2
     soon.expire(7.0)
     assert soon.depths(KEYS) == {"slow": (1, 0)}
+
+
+def test_beliefs_that_are_dropped_and_held_again_take_no_room_for_ever() -> None:
+    soon = Soon()
+    for number in range(2000):
+        now = number * 0.05
+        soon.expire(now)
+        if number % 4 == 0:
+            soon.forget("w", KEYS[:2])
+        soon.add("w", KEYS[:2], True, now + 2.0)
+        assert len(soon._ends) <= 2 * (2.0 / 0.05 / 4 + 2)
+    assert soon.depths(KEYS) == {"w": (2, 2)}

@@ -129,7 +129,7 @@ def test_another_life_remembers_nothing() -> None:
     house.view.able("prefill")
     house.view.notice(told(7))
     house.summaries["p0"] = Summary("p0", 2, 1000)
-    house.hear("p0")
+    house.hear("p0", queued_tokens=0)
     house.view.able("prefill")
     worker = house.view.workers["p0"]
     assert worker.queue(house.now) == 0
@@ -146,7 +146,7 @@ def test_an_answer_of_another_life_is_told_apart() -> None:
     house.view.notice(told(7))
     # Most often the summary of the new life is there first.
     house.summaries["p0"] = Summary("p0", 2, 1000)
-    house.hear("p0")
+    house.hear("p0", queued_tokens=0)
     house.view.able("prefill")
     assert house.view.update(replace(house.view.workers["p0"].status, incarnation=2))  # type: ignore[type-var]
     assert house.view.workers["p0"].queue(house.now) == 0
@@ -215,6 +215,33 @@ def test_answers_are_counted_by_report_and_since_by_all_routers() -> None:
     answering = {name: house.view.workers[name].answering for name in ("d0", "d1")}
     assert abs(answering["d0"] - answering["d1"]) <= 1
     assert sum(answering.values()) == 19 + 40
+
+
+def test_promises_that_are_never_reported_are_forgotten() -> None:
+    house = House()
+    for number in range(10):
+        house.view.notice(told(number + 1, decode="d0"))
+    worker = house.view.workers["d0"]
+    assert (worker.answering, worker.promised_tokens) == (10, 5000)
+    house.now += NOTICE_S
+    house.view.able("decode")
+    assert (worker.answering, worker.promised_tokens) == (0, 0)
+
+
+def test_what_was_not_computed_leaves_no_debt() -> None:
+    """It had decayed: taken away whole, the worker would count as the one that had least to do, for all prompts."""
+    house = House(prefill=4)
+    plan = house.plan(LONG)
+    other = house.router.dispatch(plan, chain([1] * 500), 500)
+    ticket = house.router.dispatch(plan, chain(LONG), len(LONG))
+    house.now += 30.0
+    house.hear(*house.summaries)
+    ticket.close()
+    worker = house.view.workers[plan.prefill]
+    assert worker.assigned_lately(house.now) == pytest.approx(250 * 500 / 500)
+    other.close()
+    assert worker.assigned_lately(house.now) == pytest.approx(0)
+    assert len({house.plan([seed] * 200).prefill for seed in range(30)}) == 4
 
 
 def test_a_decode_worker_without_blocks_or_without_a_place_comes_last() -> None:

@@ -205,6 +205,7 @@ def test_a_partition_heals() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_conversation_trace(conversation: Path) -> None:
     """Bounds on every figure, on what old news, loss and many routers cost, and beside other routers' rules."""
     trace = read(conversation, 2)
