@@ -34,14 +34,30 @@ def unpack_tokens(packed: bytes) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How output tokens are chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """How output tokens are chosen, and what is told about them.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. No token that ends an answer comes before
+    `min_tokens` others. Presence and frequency penalties look at the output, `repetition_penalty` (1 is off) at the
+    prompt, too. `logit_bias` is added to the logits of the tokens it names. `guide` is a grammar that the output has to
+    follow, in llguidance's form. With `logprobs` each output token comes with its own log-probability and those of so
+    many of the likeliest tokens, with `prompt_logprobs` each prompt token but the first.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    guide: str = ""
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +67,9 @@ class Request:
     `request_id` is unique in the cluster whatever the client sent. `salt` separates caches: two requests share
     blocks only when their salts are equal. `timeout_s` is what is left, in seconds, when the request is handed over.
     A higher `priority` is served first, and what it leaves in the cache is evicted last; `keep_s` seconds long that is
-    only evicted when nothing else can be. Workers share their prompt computation fairly between `tenant`s.
+    only evicted when nothing else can be. Workers share their prompt computation fairly between `tenant`s. The last
+    `answered` tokens of the prompt are output that an earlier attempt gave. With `embed` the answer is an embedding of
+    the prompt.
     """
 
     request_id: str
@@ -63,11 +81,28 @@ class Request:
     priority: int = 0
     keep_s: float = 0.0
     tenant: str = ""
+    answered: int = 0
+    embed: bool = False
 
     @property
     def prompt_tokens(self) -> int:
         """Number of prompt tokens."""
         return len(self.prompt) // 4
+
+    @property
+    def sees_all_rows(self) -> bool:
+        """Whether the whole prompt has to be computed, since something is wanted of each of its tokens."""
+        return self.embed or self.sampling.prompt_logprobs is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probability that the model gave to a token, natural and before sampling parameters changed anything, and
+    those of the likeliest tokens there, descending."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +110,10 @@ class Delta:
     """What one engine step added to a request.
 
     `start` is the index of `tokens[0]` among the output tokens, so that a receiver can order and deduplicate.
-    `finish_reason` is "stop" or "length" on the last delta; `error` is set instead where the request failed.
+    `finish_reason` is "stop" or "length" on the last delta; `error` is set instead where the request failed, and
+    `refused` with it where it would fail on any worker. `logprobs` has one entry a token where they are asked for. With
+    the first token comes what is wanted of the prompt: `prompt_logprobs` of its tokens from the second on, and
+    `embedding`, the mean of its last hidden states as little-endian float32.
     """
 
     request_id: str
@@ -84,6 +122,10 @@ class Delta:
     cached_tokens: int
     finish_reason: str | None = None
     error: str | None = None
+    refused: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +228,8 @@ class Outcome:
 
     `status`: "done" (it answered the whole request), "handed off" (a decode worker goes on), "busy" (its queue is at
     the bound, or longer than the caller believed; `queued` requests and `queued_tokens` prompt tokens are in it; or
-    that of the decode worker `worker` is), "aborted", "stale" (what the caller believes of it is not so), or "failed"
-    with the reason in `error`.
+    that of the decode worker `worker` is), "aborted", "stale" (what the caller believes of it is not so), "refused" (it
+    cannot be answered, by no worker) or "failed", both with the reason in `error`.
     """
 
     status: str

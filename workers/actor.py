@@ -49,6 +49,7 @@ from workers.arrivals import Arrivals
 from workers.config import WorkerConfig
 from workers.cores import Cores, shared_cores
 from workers.engine.engine import Engine, Produced, StepPlan, StepResult
+from workers.engine.guide import Guide, GuideError, Guides
 from workers.engine.model import Model
 from workers.fetch import Fetch
 from workers.front import Front, Job
@@ -116,7 +117,9 @@ class Worker:
         if self._config.threads is None and self._engine.model.device.type == "cpu":
             self._cores = shared_cores()
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
-        self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop)
+        model = self._engine.model
+        guides = Guides(self._model_path, model.vocab_size, model.eos)
+        self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, guides)
         front, directory, config = self._front, self._directory, self._transfer_config
         self._handover = HandOver(self._peer, front, directory, config, self._speeds)
         self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
@@ -230,6 +233,7 @@ class Worker:
         job.queued_tokens = max(1, request.prompt_tokens - dispatch.cached)
         self._front.jobs[job.id] = job
         try:
+            guide = await self._front.guide(request)
             await self._fetch.prepare(request, fetch)
             if outcome.done():  # aborted meanwhile
                 return await outcome
@@ -239,9 +243,13 @@ class Worker:
                 self._handover.cancel(job.id, "aborted")
                 return await outcome
             job.decode = decode
-            if not await self._front.on_engine(lambda engine: self._add(engine, job, new_tokens, dispatch.cached)):
+            if not await self._front.on_engine(
+                lambda engine: self._add(engine, job, new_tokens, dispatch.cached, guide)
+            ):
                 return Outcome("stale")
             return await asyncio.wait_for(asyncio.shield(outcome), job.deadline - time.monotonic())
+        except GuideError as error:
+            return Outcome("refused", error=str(error))
         except ValueError as error:
             return Outcome("failed", error=str(error))
         except asyncio.TimeoutError:
@@ -251,11 +259,11 @@ class Worker:
                 await self.abort(job.id)
 
     @staticmethod
-    def _add(engine: Engine, job: Job, new_tokens: int | None, believed: int) -> bool:
+    def _add(engine: Engine, job: Job, new_tokens: int | None, believed: int, guide: Guide | None) -> bool:
         """Queue a request, unless more of its prompt would have to be computed than was expected."""
         if new_tokens is not None and job.request.prompt_tokens - engine.found(job.request) > new_tokens:
             return False
-        engine.add(job.request, hand_off=job.decode is not None, believed=believed)
+        engine.add(job.request, hand_off=job.decode is not None, believed=believed, guide=guide)
         job.queued_tokens = 0  # the engine counts it from now on
         return True
 

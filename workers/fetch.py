@@ -17,7 +17,7 @@ import numpy as np
 from transfer.channel import TransportError
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError, PeerTimeout
-from transfer.messages import Outcome, Request, Reservation, Reserve, Source, unpack_tokens
+from transfer.messages import Outcome, Request, Reservation, Reserve, SamplingParams, Source, unpack_tokens
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.takeover import TakeOver
@@ -104,7 +104,7 @@ class Fetch:
             # A second fetch for the same request must not be taken for the first, on any worker.
             request_id=f"{request.request_id}/{self._name}/{uuid.uuid4().hex[:8]}",
             prompt=request.prompt[: 4 * source.tokens],
-            sampling=replace(request.sampling, max_tokens=1),
+            sampling=SamplingParams(max_tokens=1),
             timeout_s=min(request.timeout_s, patience),
         )
         one = _UnderWay(part, request.request_id, asyncio.create_task(self._bring(part, source.worker)))

@@ -11,6 +11,7 @@ from typing import Any
 
 from transfer.messages import Outcome, Request
 from workers.engine.engine import Engine, Reserved
+from workers.engine.guide import Guide, Guides
 from workers.loop import Loop
 from workers.transfer import TransferLoop
 
@@ -54,13 +55,16 @@ class Job:
 class Front:
     """Made in the thread of the running event loop, which owns it. `name` is the worker's, for the log."""
 
-    def __init__(self, name: str, engine: Engine, engine_loop: Loop, transfer_loop: TransferLoop) -> None:
+    def __init__(
+        self, name: str, engine: Engine, engine_loop: Loop, transfer_loop: TransferLoop, guides: Guides
+    ) -> None:
         self.jobs: dict[str, Job] = {}
         self.tasks: set[asyncio.Task[Any]] = set()
         self._name = name
         self._engine = engine
         self._engine_loop = engine_loop
         self._transfer_loop = transfer_loop
+        self._guides = guides
         self._loop = asyncio.get_running_loop()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
@@ -73,6 +77,12 @@ class Front:
         """Run a function in the event loop; other threads call this."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+    async def guide(self, request: Request) -> Guide | None:
+        """A fresh guide for a request that has a grammar. Raises GuideError, which is a ValueError."""
+        if not (grammar := request.sampling.guide):
+            return None
+        return await asyncio.to_thread(self._guides.compile, grammar)
 
     async def on_engine(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function in the engine thread, between two steps; its result."""

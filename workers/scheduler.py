@@ -246,6 +246,8 @@ class Scheduler:
 
     def _behind(self, sequence: Sequence, found: int) -> Behind | None:
         """A running prompt that is about to share more of this one's beginning than is cached now."""
+        if sequence.request.sees_all_rows:
+            return None
         size = self._cache.block_size
         for other in self.running:
             if other.computed >= other.prompt_length or other.salt != sequence.salt:

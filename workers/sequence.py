@@ -8,6 +8,8 @@ from enum import Enum
 import numpy as np
 
 from transfer.messages import Request, unpack_tokens
+from workers.engine.guide import Guide
+from workers.engine.prompt_rows import PromptRows
 from workers.kv.radix import Node
 
 
@@ -40,10 +42,11 @@ class Sequence:
     rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
     Of a hand-off, `offered_blocks` have been offered to the peer, and of those behind them the first `offered_layers`.
     `spare` blocks are in no table any more, but a peer's copy of them may be under way. Of a prompt that has not begun,
-    `believed` tokens are taken to be cached.
+    `believed` tokens are taken to be cached. `guide` has accepted the output; `rows` gather what is wanted of each
+    token of the prompt.
     """
 
-    def __init__(self, request: Request, hand_off: bool = False) -> None:
+    def __init__(self, request: Request, hand_off: bool = False, guide: Guide | None = None) -> None:
         self.request = request
         self.hand_off = hand_off
         self.stage = Stage.WAITING
@@ -65,6 +68,8 @@ class Sequence:
         self.offered_layers = 0
         self.believed = 0
         self.spare: list[int] = []
+        self.guide = guide
+        self.rows = PromptRows(self._tokens[: self.prompt_length], request.sampling.prompt_logprobs)
 
     @property
     def id(self) -> str:
@@ -85,6 +90,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens that are known but whose KV is not computed; 1 in plain decoding."""
         return self.length - self.computed
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the logits of the next tokens are wanted, since they tell of tokens of the prompt."""
+        return self.request.sampling.prompt_logprobs is not None and self.computed < self.prompt_length - 1
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids `[start, stop)`, int32."""

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from transfer.channel import Chunk, Ending, Layers
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Offer, Produced, Reserved
+from workers.engine.guide import Guide
 from workers.engine.model import Model
 from workers.kv.pool import FREE
 
@@ -107,15 +108,17 @@ class HandOff:
     """A prompt computed on `prefill` and decoded on `decode`, without channel and threads. `offers` are the layers of
     what was copied, in order."""
 
-    def __init__(self, prefill: Engine, decode: Engine, one: Request) -> None:
+    def __init__(
+        self, prefill: Engine, decode: Engine, one: Request, guide: Callable[[], Guide | None] = lambda: None
+    ) -> None:
         self.prefill, self.decode, self.request = prefill, decode, one
         self.reserved: Reserved | None = None
         self.ending: Ending | None = None
         self.deltas: list[Delta] = []
         self.offers: list[Layers] = []
         self._chunks: list[Chunk] = []
-        prefill.add(one, hand_off=True)
-        decode.reserve(one)
+        prefill.add(one, hand_off=True, guide=guide())
+        decode.reserve(one, guide())
 
     @property
     def ready(self) -> bool:

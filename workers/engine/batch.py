@@ -24,7 +24,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`input_ids` and `positions` are `[1, T]`; `slots` `[T]` says where each token's KV goes in the pool;
-    `logit_rows` lists the last row of each span."""
+    `logit_rows` lists the last row of each span, then all rows of those that are wanted whole."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
@@ -48,6 +48,9 @@ def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
         spans.append(Span(row, count, start, table))
         row += count
     rows = [span.row + span.count - 1 for span in spans]
+    for work, span in zip(works, spans, strict=True):
+        if work.sequence.wants_logits:
+            rows.extend(range(span.row, span.row + span.count))
 
     # One copy to the device for all of them.
     packed = np.concatenate([*ids, *positions, *slots, rows]).astype(np.int64)

@@ -23,9 +23,11 @@ from workers.engine.attention.choice import choose
 from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.batch import build
 from workers.engine.graphs import DecodeGraphs
+from workers.engine.guide import Guide
 from workers.engine.layerwise import LayerWatch, cuts
 from workers.engine.model import Model, context_length
-from workers.engine.sampler import NO_TOKEN, sample
+from workers.engine.sampler import NO_TOKEN
+from workers.engine.tokens import Chosen, choose_tokens, ending
 from workers.kv.cache import KVCache
 from workers.kv.journal import Journal
 from workers.kv.memory import KVMemory
@@ -159,16 +161,16 @@ class Engine:
         """How many of a prompt's tokens are cached here."""
         return self.cache.found(Sequence(request))
 
-    def add(self, request: Request, hand_off: bool = False, believed: int = 0) -> None:
-        """Queue a request of which `believed` tokens are taken to be cached. Raises ValueError when it can never run
-        here."""
-        sequence = self._new(request, hand_off)
+    def add(self, request: Request, hand_off: bool = False, believed: int = 0, guide: Guide | None = None) -> None:
+        """Queue a request of which `believed` tokens are taken to be cached, and whose answer follows a fresh `guide`.
+        Raises ValueError when it can never run here."""
+        sequence = self._new(request, hand_off, guide)
         sequence.believed = believed
         self._scheduler.add(sequence)
 
-    def reserve(self, request: Request) -> None:
-        """Queue a request whose prompt a peer computes; `Reserved` follows from a step."""
-        sequence = self._new(request, hand_off=False)
+    def reserve(self, request: Request, guide: Guide | None = None) -> None:
+        """Queue a request whose prompt a peer computes; `Reserved` follows from a step. Raises ValueError."""
+        sequence = self._new(request, hand_off=False, guide=guide)
         sequence.stage = Stage.INCOMING
         self._scheduler.number(sequence)
         self._reservations.append(sequence)
@@ -183,6 +185,8 @@ class Engine:
         sequence.cached_tokens = cached_tokens
         sequence.computed = sequence.prompt_length
         sequence.append(first_token)
+        if sequence.guide is not None and first_token not in self._ending(sequence):
+            sequence.guide.accept([first_token])
         self.cache.commit(sequence)
         self._scheduler.join(sequence)
         return True
@@ -263,23 +267,22 @@ class Engine:
         logits = self._graphs.forward(batch) if self._graphs else self.model.forward(batch, backend)
         # This waits for the device, once a step: before the next one is planned into the same buffers, and before
         # blocks are offered to a peer.
-        params = [_sampling(work) for work in works]
-        tokens = sample(logits, params, [work.sequence.computed + work.count for work in works])
-        ready: set[str] = set()
-        for work, token in zip(works, tokens, strict=True):
+        chosen = choose_tokens(works, logits, self.model)
+        ready: dict[str, Chosen] = {}
+        for work, one in zip(works, chosen, strict=True):
             sequence = work.sequence
-            if token == NO_TOKEN:
+            if one.error:
                 # Before its blocks of this step become the cache's: they may be spoilt. A row sees all that is before
                 # it, so chunks in the middle of a prompt are checked by their last row, too.
-                self._fail(sequence, result)
+                self._fail(sequence, one, result)
             elif sequence.computed + work.count == sequence.length:
-                sequence.append(token)
-                ready.add(sequence.id)
+                sequence.append(one.token)
+                ready[sequence.id] = one
         works = [work for work in works if work.sequence.stage is not Stage.FINISHED]
         for work in works:
             self._progress(work)
         for work in works:
-            self._report(work.sequence, work.sequence.id in ready, result)
+            self._report(work.sequence, ready.get(work.sequence.id), result)
         return result
 
     def drop_running(self) -> list[str]:
@@ -308,14 +311,17 @@ class Engine:
         self.cache.watch(journal)
         return journal
 
-    def _new(self, request: Request, hand_off: bool) -> Sequence:
+    def _new(self, request: Request, hand_off: bool, guide: Guide | None = None) -> Sequence:
         """Raises ValueError, before anything is allocated, for what can never run here."""
         output = request.sampling.max_tokens
         if request.prompt_tokens < 1 or output < 1 or request.prompt_tokens + output > self.max_model_len:
             raise ValueError(f"{request.prompt_tokens} + {output} tokens do not fit {self.max_model_len}")
         if request.request_id in self._sequences:
             raise ValueError(f"request {request.request_id} is already here")
-        sequence = self._sequences[request.request_id] = Sequence(request, hand_off)
+        sequence = Sequence(request, hand_off, guide)
+        if guide is not None and request.answered:
+            guide.accept(sequence.tokens(sequence.length - request.answered, sequence.length).tolist())
+        self._sequences[request.request_id] = sequence
         return sequence
 
     def _serve_reservations(self, plan: StepPlan) -> None:
@@ -348,26 +354,44 @@ class Engine:
         work.sequence.computed += work.count
         self.cache.commit(work.sequence)
 
-    def _fail(self, sequence: Sequence, result: StepResult) -> None:
-        error = "the model's logits are not finite"
-        result.deltas.append(Delta(sequence.id, sequence.generated, (), sequence.cached_tokens or 0, error=error))
+    def _fail(self, sequence: Sequence, chosen: Chosen, result: StepResult) -> None:
+        cached = sequence.cached_tokens or 0
+        delta = Delta(sequence.id, sequence.generated, (), cached, error=chosen.error, refused=chosen.refused)
+        result.deltas.append(delta)
         self._drop(sequence.id, ())
 
-    def _report(self, sequence: Sequence, has_token: bool, result: StepResult) -> None:
-        sampling = sequence.request.sampling
+    def _report(self, sequence: Sequence, chosen: Chosen | None, result: StepResult) -> None:
         finish = None
-        if has_token:
-            token = int(sequence.tokens(sequence.length - 1, sequence.length)[0])
-            if token in self.model.eos and not sampling.ignore_eos:
-                finish = "stop"
-            elif sequence.generated >= sampling.max_tokens:
-                finish = "length"
-            cached = sequence.cached_tokens or 0
-            result.deltas.append(Delta(sequence.id, sequence.generated - 1, (token,), cached, finish))
+        if chosen is not None:
+            finish = self._finish(sequence, chosen.token)
+            delta = Delta(
+                request_id=sequence.id,
+                start=sequence.generated - 1,
+                tokens=(chosen.token,),
+                cached_tokens=sequence.cached_tokens or 0,
+                finish_reason=finish,
+                logprobs=chosen.logprobs,
+                prompt_logprobs=tuple(sequence.rows.logprobs) if sequence.generated == 1 else (),
+                embedding=sequence.rows.embedding if sequence.request.embed else b"",
+            )
+            result.deltas.append(delta)
         if finish is not None:
             self._drop(sequence.id, ())
         elif sequence.hand_off:
-            self._produce(sequence, has_token, result)
+            self._produce(sequence, chosen is not None, result)
+
+    def _finish(self, sequence: Sequence, token: int) -> str | None:
+        """Why the answer ends with this token, its last one; None when it does not."""
+        if token in self._ending(sequence):
+            return "stop"
+        if sequence.guide is not None:
+            sequence.guide.accept([token])
+            if sequence.guide.complete:
+                return "stop"
+        return "length" if sequence.generated >= sequence.request.sampling.max_tokens else None
+
+    def _ending(self, sequence: Sequence) -> frozenset[int]:
+        return ending(sequence.request.sampling, self.model.eos)
 
     def _offering(self, works: list[Work], offer: Offer) -> Backend:
         """Offer what is cached of hand-offs that begin; the backend that offers long last chunks layer by layer."""
@@ -425,10 +449,3 @@ class Engine:
         self._scheduler.remove(sequence)
         sequence.stage = Stage.FINISHED
         return self.cache.release(sequence, quarantine)
-
-
-def _sampling(work: Work) -> SamplingParams:
-    """How the last row of a work is sampled: the cheapest way where no token is wanted and only NaNs are looked for."""
-    sequence = work.sequence
-    ends = sequence.computed + work.count == sequence.length
-    return sequence.request.sampling if ends else SamplingParams(1, temperature=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
@@ -98,7 +99,8 @@ class _Probe:
 
 class Model:
     """Weights on a device. `attention` says how each layer attends, `layers` is the KV geometry of that, and `in_order`
-    is whether layers attend in the order of their numbers."""
+    is whether layers attend in the order of their numbers. `hidden` `[T, size]` are the last hidden states of the last
+    pass."""
 
     def __init__(self, path: Path, dtype: str = "auto", device: str = "auto") -> None:
         attention.register()
@@ -113,6 +115,8 @@ class Model:
         )
         self._module.to(self.device).eval()
         pack(self._module)
+        self.hidden = torch.empty(0)
+        self._module.base_model.register_forward_hook(self._keep_hidden)
         self.eos = eos_tokens(path, self.config)
         self.vocab_size = int(self.config.get_text_config().vocab_size)
         self.identity = identity(path)
@@ -141,6 +145,9 @@ class Model:
             )
         logits: torch.Tensor = output.logits[0].float()
         return logits
+
+    def _keep_hidden(self, module: torch.nn.Module, inputs: object, output: Any) -> None:
+        self.hidden = output[0][0]
 
     def _probe(self) -> tuple[LayerAttention, ...]:
         probe = _Probe()

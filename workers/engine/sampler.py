@@ -28,11 +28,15 @@ def uniform(seed: int, position: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
+def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+    """Which of the rows `[n, vocab]` mean anything: NaN and infinity show in the largest of a row."""
+    return torch.isfinite(logits.amax(dim=-1))
+
+
 def sample(logits: torch.Tensor, params: Items[SamplingParams], positions: Items[int]) -> list[int]:
     """Next tokens for `logits [n, vocab]` (float32); `positions[i]` is where row i's token will stand. `NO_TOKEN` for a
-    row that is not finite at its top."""
-    # NaN and infinity show in the largest of a row; what is chosen from such a row would mean nothing.
-    finite = torch.isfinite(logits.amax(dim=-1))
+    row that is not finite at its top: what is chosen from such a row would mean nothing."""
+    finite = finite_rows(logits)
     chosen = torch.argmax(logits, dim=-1)
     drawn = [row for row, one in enumerate(params) if one.temperature != 0]
     at_once = ROWS_ON_CPU if logits.device.type == "cpu" else len(params)
@@ -56,6 +60,9 @@ def _draw(logits: torch.Tensor, params: Items[SamplingParams], numbers: Items[fl
         rows = _on(logits, limited)
         scaled[rows] = _keep_top_k(scaled[rows], [params[row].top_k for row in limited])
     weights = torch.softmax(scaled, dim=-1)
+    if limited := [row for row, one in enumerate(params) if one.min_p > 0]:
+        rows = _on(logits, limited)
+        weights[rows] = _keep_min_p(weights[rows], [params[row].min_p for row in limited])
     if limited := [row for row, one in enumerate(params) if one.top_p < 1.0]:
         rows = _on(logits, limited)
         weights[rows] = _keep_top_p(weights[rows], [params[row].top_p for row in limited])
@@ -72,6 +79,14 @@ def _keep_top_k(scaled: torch.Tensor, counts: list[int]) -> torch.Tensor:
     best = torch.topk(scaled, max(counts)).values
     thresholds = best.gather(-1, _on(scaled, counts)[:, None] - 1)
     return scaled.masked_fill(scaled < thresholds, -torch.inf)
+
+
+def _keep_min_p(weights: torch.Tensor, shares: list[float]) -> torch.Tensor:
+    """Zero for all that is less likely than row i's `shares[i]` times its likeliest (Nguyen et al., 2024); what is left
+    adds up to one."""
+    least = weights.amax(dim=-1, keepdim=True) * _on(weights, shares)[:, None]
+    kept = weights.masked_fill(weights < least, 0.0)
+    return kept / kept.sum(dim=-1, keepdim=True)
 
 
 def _keep_top_p(weights: torch.Tensor, shares: list[float]) -> torch.Tensor:

@@ -101,7 +101,7 @@ class KVCache:
 
     def found(self, sequence: Sequence) -> int:
         """Tokens that would not have to be computed if the sequence were admitted now."""
-        if not self.reuse:
+        if not self.reuse or sequence.request.sees_all_rows:
             return 0
         return self.radix.peek(sequence.salt, sequence.packed(sequence.length - 1), self._copy is not None)
 
@@ -187,8 +187,11 @@ class KVCache:
         self.pool.release(self.radix.evict(self.radix.evictable), CACHED)
 
     def _match(self, sequence: Sequence, tokens: int) -> Match | None:
-        """The longest cached prefix within the first `tokens` tokens; None with reuse off."""
-        return self.radix.match(sequence.salt, sequence.packed(tokens)) if self.reuse else None
+        """The longest cached prefix within the first `tokens` tokens; None with reuse off, or where all of the prompt
+        has to be computed."""
+        if not self.reuse or sequence.request.sees_all_rows:
+            return None
+        return self.radix.match(sequence.salt, sequence.packed(tokens))
 
     def _take(self, count: int, after: int | None) -> list[int]:
         short = count - self.pool.free

@@ -1,0 +1,85 @@
+"""Guides: grammars that an output has to follow, compiled and advanced by llguidance.
+
+A guide's state is a function of its grammar and the tokens of the answer so far, so a worker that goes on with another
+one's answer brings a fresh guide to the same state by letting it accept these tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import llguidance.hf
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from transformers import AutoTokenizer
+
+KEPT = 64
+"""Compiled grammars that are kept, those that were used last."""
+
+
+class GuideError(ValueError):
+    """A grammar that cannot be compiled, or that nothing fits."""
+
+
+class Guide:
+    """The state of one answer. `vocab_size` is the width of the logits."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer can only end here."""
+        return bool(self._matcher.is_stopped() and not self._matcher.is_error())
+
+    def allowed(self) -> np.ndarray:
+        """Which tokens may come next, bool `[vocab_size]`. Raises GuideError when none may, when the grammar has become
+        too complex, and when the answer has left it."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        mask: np.ndarray = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        if self._matcher.is_error() or not mask.any():
+            raise GuideError(f"the grammar cannot go on: {_first_line(self._matcher.get_error()) or 'no token fits'}")
+        return mask
+
+    def accept(self, tokens: list[int]) -> None:
+        """Go on by tokens of the answer; `allowed` tells of those that were not."""
+        self._matcher.consume_tokens(tokens)
+
+
+class Guides:
+    """Compiles grammars for the tokenizer in the model directory `path`. Any thread may call; llguidance bounds what
+    compiling takes, and leaves the interpreter to others meanwhile."""
+
+    def __init__(self, path: Path, vocab_size: int, eos: frozenset[int]) -> None:
+        self._path, self._vocab_size, self._eos = path, vocab_size, sorted(eos)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: str) -> Guide:
+        """A guide at its beginning. Raises GuideError."""
+        with self._lock:
+            if (matcher := self._compiled.get(grammar)) is not None:
+                self._compiled.move_to_end(grammar)
+                return Guide(matcher.deep_copy(), self._vocab_size)
+            self._tokenizer = tokenizer = self._tokenizer or self._load()
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise GuideError(_first_line(matcher.get_error()))
+        Guide(matcher, self._vocab_size).allowed()
+        with self._lock:
+            self._compiled[grammar] = matcher
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return Guide(matcher.deep_copy(), self._vocab_size)
+
+    def _load(self) -> LLTokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(self._path)
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().split("\n", 1)[0]
