@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pathlib import Path
+
+import jinja2
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
+
+from router.gateway.parsers import reasoning_parser, tool_parser
 
 MAX_GATEWAYS = 64
 
@@ -49,7 +54,39 @@ class GatewayConfig(BaseModel):
         le=86_400,
         description="longest `cache_ttl` that clients may ask for; raise it where they can be trusted",
     )
+    chat_template: Path | None = Field(
+        None, validate_default=True, description="file with a chat template to use instead of the model's own"
+    )
+    tool_parser: str = Field(
+        "auto", description="how calls in answers are read; auto takes what the chat template shows"
+    )
+    reasoning_parser: str = Field("auto", description="how reasoning in answers is read; none leaves it in the text")
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_a_template(cls, value: Path | None) -> Path | None:
+        if value is None:
+            return None
+        try:
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(value.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {value}: {error}") from None
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{value} is no chat template: line {error.lineno}: {error.message}") from None
+        return value
+
+    @field_validator("tool_parser")
+    @classmethod
+    def _is_a_tool_parser(cls, value: str) -> str:
+        tool_parser(value, None)
+        return value
+
+    @field_validator("reasoning_parser")
+    @classmethod
+    def _is_a_reasoning_parser(cls, value: str) -> str:
+        reasoning_parser(value, None)
+        return value
 
     @model_validator(mode="after")
     def _there_are_ports_for_all(self) -> Self:

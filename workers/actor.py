@@ -32,6 +32,7 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import WORKER, Address
 from transfer.gossip.node import GossipNode
 from transfer.gossip.summary import Load, Summary
+from transfer.guide import Guide, GuideError, Guides
 from transfer.messages import (
     Delta,
     Dispatch,
@@ -49,7 +50,6 @@ from workers.arrivals import Arrivals
 from workers.config import WorkerConfig
 from workers.cores import Cores, shared_cores
 from workers.engine.engine import Engine, Produced, StepPlan, StepResult
-from workers.engine.guide import Guide, GuideError, Guides
 from workers.engine.model import Model
 from workers.fetch import Fetch
 from workers.front import Front, Job

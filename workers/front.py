@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from transfer.guide import Guide, Guides
 from transfer.messages import Outcome, Request
 from workers.engine.engine import Engine, Reserved
-from workers.engine.guide import Guide, Guides
 from workers.loop import Loop
 from workers.transfer import TransferLoop
 

@@ -7,8 +7,8 @@ from enum import Enum
 
 import numpy as np
 
+from transfer.guide import Guide
 from transfer.messages import Request, unpack_tokens
-from workers.engine.guide import Guide
 from workers.engine.prompt_rows import PromptRows
 from workers.kv.radix import Node
 

@@ -18,7 +18,9 @@ from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
 from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
-from router.gateway.service import Limits, Service
+from router.gateway.jobs import Limits
+from router.gateway.parsers import reasoning_parser, tool_parser
+from router.gateway.service import Service
 from router.gateway.text import Text
 from router.route import Router
 from router.view import View
@@ -27,8 +29,8 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
+from transfer.guide import Guides
 from transfer.messages import Delta, WorkerStatus
-from transfer.prefix import root_key
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
@@ -56,7 +58,9 @@ class Gateway:
         self._render = telemetry()
         self._config = config
         self._directory = directory
-        self._text = Text(model)
+        self._model = model
+        template = config.chat_template
+        self._text = Text(model, template.read_text() if template is not None else None)
         self._name = name
         self._incarnation = time.time_ns()
         self._gossip_config = gossip
@@ -91,7 +95,11 @@ class Gateway:
         await asyncio.gather(*(self._heartbeat(name) for name in names))
         await self._meet()
         limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
-        service = Service(self._text, self._dispatcher, limits)
+        template = self._text.template
+        tools = tool_parser(self._config.tool_parser, template)
+        reasoning = reasoning_parser(self._config.reasoning_parser, template)
+        guides = Guides(self._model, limits.vocab_size, frozenset())
+        service = Service(self._text, self._dispatcher, limits, guides, tools, reasoning)
         app = create_app(service, self._ready, self._render, self._config.max_body_bytes)
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
@@ -113,9 +121,10 @@ class Gateway:
             max_model_len=min(one.max_model_len for one in statuses),
             block_size=first.block_size,
             vocab_size=first.vocab_size,
-            root=root_key(first.fingerprint),
+            fingerprint=first.fingerprint,
             max_priority=self._config.max_priority,
             max_cache_ttl_s=self._config.max_cache_ttl_s,
+            request_timeout_s=self._config.request_timeout_s,
         )
 
     async def deliver(self, deltas: list[Delta]) -> None:

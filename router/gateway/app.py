@@ -17,9 +17,13 @@ from starlette.requests import ClientDisconnect
 
 from router.gateway import metrics
 from router.gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from router.gateway.choice import Piece
 from router.gateway.errors import ApiError, failed, unavailable
-from router.gateway.schemas import ChatRequest, CompletionRequest, parse
-from router.gateway.service import Job, Piece, Service
+from router.gateway.jobs import Job
+from router.gateway.schemas.chat import ChatRequest
+from router.gateway.schemas.common import parse
+from router.gateway.schemas.completions import CompletionRequest
+from router.gateway.service import Service
 
 _log = logging.getLogger(__name__)
 CLIENT_CLOSED = 499
@@ -93,14 +97,14 @@ def _openai_routes(service: Service, check_ready: Callable[[], None], max_body_b
         check_ready()
         wanted = parse(ChatRequest, await _body(request, max_body_bytes))
         jobs = await service.chat(wanted)
-        return await _respond(request, service, jobs, ChatAnswer(wanted, jobs), bool(wanted.stream))
+        return await _respond(request, service, jobs, ChatAnswer(wanted, jobs, service.text), bool(wanted.stream))
 
     @routes.post("/completions")
     async def completions(request: Request) -> Response:
         check_ready()
         wanted = parse(CompletionRequest, await _body(request, max_body_bytes))
         jobs = await service.completion(wanted)
-        return await _respond(request, service, jobs, CompletionAnswer(wanted, jobs), bool(wanted.stream))
+        return await _respond(request, service, jobs, CompletionAnswer(wanted, jobs, service.text), bool(wanted.stream))
 
     return routes
 
@@ -163,8 +167,14 @@ async def _respond(request: Request, service: Service, jobs: list[Job], answer: 
         await pieces.aclose()
         raise
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_plans(request, jobs)}
-    events = _counted(request, answer.stream(first, pieces), pieces)
+    events = _counted(request, answer.stream(_with(first, pieces)), pieces)
     return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+
+
+async def _with(first: Piece, others: Pieces) -> Pieces:
+    yield first
+    async for piece in others:
+        yield piece
 
 
 def _plans(request: Request, jobs: list[Job]) -> dict[str, str]:

@@ -17,12 +17,12 @@ from opentelemetry import trace
 
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
-from router.gateway.errors import failed, overloaded, unavailable
+from router.gateway.errors import expired, failed, invalid, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, DECODE, PREFILL
 from transfer.directory import Directory, PeerDead, PeerError
 from transfer.gossip.frames import Notice
-from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, pack_tokens
+from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, TokenLogprobs, pack_tokens
 from transfer.prefix import PrefixChain
 
 _log = logging.getLogger(__name__)
@@ -33,8 +33,9 @@ MAX_FULL = 8
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenized prompt with its prefix keys, and how it is to be served (see `Request`). `plans` are those that were
-    made for it, the last one is carried out."""
+    """A tokenized prompt with its prefix keys, and how it is to be served (see `Request`): within `timeout_s` seconds,
+    if that is less than what the gateway gives it. `plans` are those that were made for it, the last one is carried
+    out."""
 
     tokens: bytes
     chain: PrefixChain
@@ -42,16 +43,22 @@ class Prompt:
     keep_s: float = 0.0
     tenant: str = ""
     salt: bytes = b""
+    timeout_s: float | None = None
+    embed: bool = False
     plans: list[Plan] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Tokens that follow those of the output before; `finish_reason` on the last one."""
+    """Tokens that follow those of the output before, with what is told about them (see `Delta`); `finish_reason` on the
+    last one."""
 
     tokens: tuple[int, ...]
     cached_tokens: int
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    embedding: bytes = b""
 
 
 class AttemptFailed(Exception):
@@ -126,9 +133,11 @@ class Dispatcher:
             attempt.queue.put_nowait(unavailable("the gateway is shutting down"))
 
     async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
-        """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, or 500 when it cannot be
-        completed."""
-        deadline = time.monotonic() + self._config.request_timeout_s
+        """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, 504 behind its deadline, 400
+        where no worker can answer it, or 500 when it cannot be completed."""
+        allowed = self._config.request_timeout_s
+        allowed = allowed if prompt.timeout_s is None else min(allowed, prompt.timeout_s)
+        deadline = time.monotonic() + allowed
         sent: list[int] = []
         cached: int | None = None
         avoid: frozenset[str] = frozenset()
@@ -138,7 +147,7 @@ class Dispatcher:
             while True:
                 attempt = self._start(prompt, sampling, sent, deadline, avoid)
                 try:
-                    async for delta in self._ordered(attempt, deadline):
+                    async for delta in self._ordered(attempt, deadline, allowed):
                         cached = delta.cached_tokens if cached is None else cached
                         if not attempt.begun:
                             self._computed(attempt, prompt.chain, delta.cached_tokens)
@@ -147,7 +156,7 @@ class Dispatcher:
                         if attempt.finished:
                             known = prompt.tokens + pack_tokens(sent[:-1])  # the last token's KV is not computed
                             self._router.holds(attempt.answers, prompt.chain.extended(known))
-                        yield Output(delta.tokens, cached, delta.finish_reason)
+                        yield _output(delta, cached)
                         if attempt.finished:
                             return
                 except AttemptFailed as error:
@@ -166,16 +175,20 @@ class Dispatcher:
     def _start(
         self, prompt: Prompt, sampling: SamplingParams, sent: list[int], deadline: float, avoid: frozenset[str]
     ) -> _Attempt:
+        if sent:  # what was asked about the prompt has been told
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - len(sent), prompt_logprobs=None)
         request = Request(
             request_id=uuid.uuid4().hex,
             prompt=prompt.tokens + pack_tokens(sent),
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(sent)),
+            sampling=sampling,
             gateway=self._name,
             timeout_s=max(0.0, deadline - time.monotonic()),
             salt=prompt.salt,
             priority=prompt.priority,
             keep_s=prompt.keep_s,
             tenant=prompt.tenant,
+            answered=len(sent),
+            embed=prompt.embed,
         )
         plan, avoid = self._plan(prompt, request, avoid)
         attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request))
@@ -231,6 +244,8 @@ class Dispatcher:
                 # The abort may have come before the call.
                 await asyncio.gather(*(self._abort(one, request.request_id) for one in attempt.workers))
                 return
+            if outcome.status == "refused":
+                attempt.queue.put_nowait(invalid(f"no worker can answer this: {outcome.error}"))
             if outcome.status in ("failed", "aborted"):
                 attempt.queue.put_nowait(AttemptFailed(outcome.error or outcome.status, attempt.workers))
             if outcome.status == "handed off" and plan.decode is not None:
@@ -293,11 +308,11 @@ class Dispatcher:
             self._router.lacks(plan.fetch.worker if plan.fetch else plan.prefill, chain, cached)
         attempt.ticket.computed()
 
-    async def _ordered(self, attempt: _Attempt, deadline: float) -> AsyncGenerator[Delta, None]:
+    async def _ordered(self, attempt: _Attempt, deadline: float, allowed: float) -> AsyncGenerator[Delta, None]:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""
         waiting: dict[int, Delta] = {}
         given: list[int] = []
-        late = failed(f"deadline of {self._config.request_timeout_s} s exceeded")
+        late = expired(f"no complete answer within {allowed:g} s")
         # Not `wait_for`: before Python 3.12 it can swallow the cancellation of a client that leaves.
         timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), attempt.queue.put_nowait, late)
         attempt.timer = timer
@@ -305,6 +320,8 @@ class Dispatcher:
             item = await attempt.queue.get()
             if isinstance(item, Exception):
                 raise item
+            if item.error is not None and item.refused:
+                raise invalid(item.error)
             if item.error is not None:
                 raise AttemptFailed(item.error, attempt.workers)
             again = given[item.start : item.start + len(item.tokens)]
@@ -342,3 +359,8 @@ class Dispatcher:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("%s: background task failed", self._name, exc_info=error)
+
+
+def _output(delta: Delta, cached: int) -> Output:
+    told = (delta.logprobs, delta.prompt_logprobs, delta.embedding)
+    return Output(delta.tokens, cached, delta.finish_reason, *told)

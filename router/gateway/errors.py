@@ -56,3 +56,8 @@ def unavailable(message: str) -> ApiError:
 def failed(message: str) -> ApiError:
     """Accepted and then not completed: 500."""
     return ApiError(500, message, code="failed")
+
+
+def expired(message: str) -> ApiError:
+    """Accepted and not completed within the time that it may take: 504."""
+    return ApiError(504, message, code="deadline_exceeded")

@@ -1,106 +1,80 @@
-"""Service: from a parsed request to text. It tokenizes, checks limits, dispatches, and turns tokens into pieces."""
+"""Service: what the routes call. It tokenizes, checks limits, dispatches, and turns tokens into pieces of answers."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
+
+from llguidance import LLMatcher
 
 from router.gateway import metrics
-from router.gateway.dispatch import Dispatcher, Output, Prompt
+from router.gateway.choice import Choice, Piece
+from router.gateway.conversation import conversation, shown_tools
+from router.gateway.dispatch import Dispatcher
 from router.gateway.errors import ApiError, invalid
-from router.gateway.schemas import MAX_PROMPTS, ChatRequest, CompletionRequest
-from router.gateway.text import Text, TextStream
-from transfer.messages import SamplingParams, pack_tokens
-from transfer.prefix import PrefixChain
+from router.gateway.guides import grammar
+from router.gateway.jobs import Job, Limits, Output, Wanted, jobs
+from router.gateway.parsers import ReasoningParser, ToolParser, ToolSpec
+from router.gateway.schemas.chat import ChatRequest, NamedTool
+from router.gateway.schemas.common import Sampling
+from router.gateway.schemas.completions import CompletionRequest
+from router.gateway.text import Text
+from transfer.guide import GuideError, Guides
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the workers serve: model name, longest sequence and block in tokens, vocabulary, prefix root key; and what
-    the operator lets clients ask for."""
-
-    model: str
-    max_model_len: int
-    block_size: int
-    vocab_size: int
-    root: bytes
-    max_priority: int
-    max_cache_ttl_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One prompt to answer; `index` is its place among the request's choices."""
-
-    index: int
-    prompt: Prompt
-    sampling: SamplingParams
-    stops: list[str]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
-        return len(self.prompt.tokens) // 4
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The next part of a choice's answer."""
-
-    index: int
-    text: str
-    tokens: tuple[int, ...]
-    cached_tokens: int
-    finish_reason: str | None
+MAX_PROMPTS = 128
 
 
 class Service:
-    """What the routes call."""
+    """`tools` and `reasoning` are how this model's output is parsed; `guides` checks grammars before workers get
+    them."""
 
-    def __init__(self, text: Text, dispatcher: Dispatcher, limits: Limits) -> None:
-        self._text = text
-        self._dispatcher = dispatcher
+    def __init__(
+        self,
+        text: Text,
+        dispatcher: Dispatcher,
+        limits: Limits,
+        guides: Guides,
+        tools: type[ToolParser],
+        reasoning: type[ReasoningParser] | None,
+    ) -> None:
+        self.text = text
         self.limits = limits
+        self._dispatcher = dispatcher
+        self._guides = guides
+        self._tools = tools
+        self._reasoning = reasoning
 
     async def chat(self, request: ChatRequest) -> list[Job]:
-        """The job of a chat. Raises ApiError for what cannot be served."""
+        """The jobs of a chat, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
-        messages = [message.plain() for message in request.messages]
-        self._check_size(sum(len(message["content"]) for message in messages), "messages")
-        tokens = await asyncio.to_thread(self._text.chat, messages)
-        wanted, name = request.max_completion_tokens, "max_completion_tokens"
-        if wanted is None:
-            wanted, name = request.max_tokens, "max_tokens"
-        return [self._job(0, tokens, request, wanted, name, "messages")]
+        return await asyncio.to_thread(self._chat, request)
 
     async def completion(self, request: CompletionRequest) -> list[Job]:
-        """The jobs of a completion request, one a prompt. Raises ApiError for what cannot be served."""
+        """The jobs of a completion request, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
-        prompts = await asyncio.to_thread(self._prompts, request.prompt)
-        wanted = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        return [self._job(index, one, request, wanted, "max_tokens", "prompt") for index, one in enumerate(prompts)]
+        return await asyncio.to_thread(self._completion, request)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for a model that is not served."""
         if name != self.limits.model:
             raise ApiError(404, f"the model {name[:100]!r} does not exist", "model", "model_not_found")
 
-    async def pieces(self, jobs: list[Job]) -> AsyncGenerator[Piece, None]:
-        """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs."""
+    async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
+        """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
+        other choices begin once its first one has: then the prompt is cached."""
         if len(jobs) == 1:
             async with aclosing(self._answer(jobs[0])) as answer:
                 async for piece in answer:
                     yield piece
             return
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._feed(job, queue)) for job in jobs]
+        begun = {job.source: asyncio.Event() for job in jobs}
+        tasks = [asyncio.create_task(self._feed(job, queue, begun[job.source])) for job in jobs]
         try:
             open_jobs = len(jobs)
             while open_jobs:
@@ -116,17 +90,20 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self, job: Job, queue: asyncio.Queue[Piece | BaseException | None]) -> None:
+    async def _feed(self, job: Job, queue: asyncio.Queue[Piece | BaseException | None], begun: asyncio.Event) -> None:
         try:
+            if not job.leads:
+                await begun.wait()  # or this task is cancelled, since the first one has failed
             async with aclosing(self._answer(job)) as answer:
                 async for piece in answer:
                     queue.put_nowait(piece)
+                    begun.set()
             queue.put_nowait(None)
         except Exception as error:
             queue.put_nowait(error)
 
     async def _answer(self, job: Job) -> AsyncGenerator[Piece, None]:
-        stream = self._text.stream(job.stops)
+        choice = self._choice(job)
         arrived, first = time.monotonic(), True
         async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
             async for output in outputs:
@@ -135,47 +112,78 @@ class Service:
                     metrics.first_token.record(time.monotonic() - arrived)
                     metrics.prompt_tokens.add(job.prompt_tokens)
                     metrics.cached_tokens.add(output.cached_tokens)
-                piece = _piece(job.index, output, stream)
+                piece = choice.piece(output)
+                if job.empty:
+                    piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
                 metrics.output_tokens.add(len(piece.tokens))
                 yield piece
                 if piece.finish_reason is not None:
                     metrics.duration.record(time.monotonic() - arrived)
                     return
 
-    def _prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[list[int]]:
-        """Every prompt as token ids."""
+    def _choice(self, job: Job) -> Choice:
+        output = job.output
+        reasoning = output.reasoning(output.thinking) if output.reasoning is not None else None
+        tools = output.tools() if output.tools is not None else None
+        stream = self.text.stream(job.stops, output.visible)
+        return Choice(job.index, stream, reasoning, tools, output.single_call)
+
+    # --- in threads: templates, tokenizing and hashing of long prompts take tens of milliseconds -------------------
+
+    def _chat(self, request: ChatRequest) -> list[Job]:
+        self._check_size(sum(len(message.text) for message in request.messages), "messages")
+        if request.top_logprobs is not None and not request.logprobs:
+            raise invalid("top_logprobs: only with logprobs", "top_logprobs")
+        _check_stream(request)
+        forced = self._forced_calls(request)
+        messages, tools = conversation(request, self.text.template or "")
+        tokens, end = self.text.chat(messages, tools, request.chat_template_kwargs)
+        output = Output(
+            reasoning=self._reasoning,
+            tools=self._tools if shown_tools(request) else None,
+            thinking=self._reasoning is not None and self._reasoning.opened_by(end),
+            single_call=request.parallel_tool_calls is False,
+        )
+        if forced and self._reasoning is not None:
+            output = replace(output, reasoning=None)  # the grammar has no place for it
+        wanted = Wanted(request.max_completion_tokens, "max_completion_tokens", "messages")
+        if request.max_completion_tokens is None:
+            wanted = Wanted(request.max_tokens, "max_tokens", "messages")
+        return jobs(request, [(tokens, None)], wanted, self.limits, self._grammar(request, forced), output)
+
+    def _completion(self, request: CompletionRequest) -> list[Job]:
+        _check_stream(request)
+        if request.best_of is not None and request.best_of < (request.n or 1):
+            raise invalid(f"best_of: {request.best_of} is less than n: {request.n or 1}", "best_of")
+        if request.best_of is not None and request.best_of > (request.n or 1) and request.stream:
+            raise invalid("best_of: a stream cannot be chosen from, best_of must be n", "best_of")
+        if request.max_tokens == 0 and not request.echo:
+            raise invalid("max_tokens: 0 is only allowed with echo, must be at least 1", "max_tokens")
+        length = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        prompts = self._prompts(request.prompt)
+        return jobs(request, prompts, Wanted(length, "max_tokens", "prompt"), self.limits, self._grammar(request))
+
+    def _prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[tuple[list[int], str | None]]:
+        """Every prompt as token ids, and as the text that the client sent."""
         if isinstance(prompt, str):
             self._check_size(len(prompt), "prompt")
-            return [self._text.encode(prompt)]
+            return [(self.text.encode(prompt), prompt)]
         if not prompt:
             raise invalid("prompt: must not be empty", "prompt")
         if isinstance(prompt[0], int):
-            return [self._known(prompt, "prompt")]
+            return [(self.known(prompt, "prompt"), None)]
         if len(prompt) > MAX_PROMPTS:
             raise invalid(f"prompt: {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
         for index, one in enumerate(prompt):
             if isinstance(one, str):
                 self._check_size(len(one), f"prompt.{index}")
         return [
-            self._text.encode(one) if isinstance(one, str) else self._known(one, f"prompt.{index}")  # type: ignore[arg-type]
+            (self.text.encode(one), one) if isinstance(one, str) else (self.known(one, f"prompt.{index}"), None)  # type: ignore[arg-type]
             for index, one in enumerate(prompt)
         ]
 
-    def _check_size(self, characters: int, field: str) -> None:
-        limit = self.limits.max_model_len
-        if self._text.certainly_over(characters, limit):
-            raise invalid(
-                f"{field}: {characters} characters are more than the context of {limit} tokens can hold",
-                field,
-                "context_length_exceeded",
-            )
-
-    def _check_allowed(self, field: str, value: float, limit: float, setting: str) -> None:
-        """Whoever is served first or kept longest is so at the others' cost: the operator decides."""
-        if value > limit:
-            raise invalid(f"{field}: at most {limit:g} is allowed here ({setting}), got {value:g}", field)
-
-    def _known(self, tokens: list[int], field: str) -> list[int]:
+    def known(self, tokens: list[int], field: str) -> list[int]:
+        """The same tokens. Raises ApiError for one that the model does not have."""
         for position, token in enumerate(tokens):
             if not 0 <= token < self.limits.vocab_size:
                 raise invalid(
@@ -183,57 +191,50 @@ class Service:
                 )
         return tokens
 
-    def _job(
-        self,
-        index: int,
-        tokens: list[int],
-        request: ChatRequest | CompletionRequest,
-        wanted: int | None,
-        wanted_name: str,
-        prompt_name: str,
-    ) -> Job:
-        limit, length = self.limits.max_model_len, len(tokens)
-        if length == 0:
-            raise invalid(f"{prompt_name}: must not be empty", prompt_name)
-        if length >= limit:
+    def _check_size(self, characters: int, field: str) -> None:
+        limit = self.limits.max_model_len
+        if self.text.certainly_over(characters, limit):
             raise invalid(
-                f"{prompt_name}: {length} tokens leave no room for output in the context of {limit} tokens",
-                prompt_name,
+                f"{field}: {characters} characters are more than the context of {limit} tokens can hold",
+                field,
                 "context_length_exceeded",
             )
-        if wanted is not None and length + wanted > limit:
-            raise invalid(
-                f"{wanted_name}: {length} prompt tokens + {wanted} output tokens are more than the context of "
-                f"{limit} tokens",
-                wanted_name,
-                "context_length_exceeded",
-            )
-        self._check_allowed("priority", request.priority or 0, self.limits.max_priority, "gateway.max_priority")
-        self._check_allowed("cache_ttl", request.cache_ttl or 0, self.limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
-        sampling = SamplingParams(
-            max_tokens=limit - length if wanted is None else wanted,
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(0, request.top_k or 0),
-            seed=secrets.randbits(63) if request.seed is None else request.seed,
-            ignore_eos=bool(request.ignore_eos),
-        )
-        packed = pack_tokens(tokens)
-        chain = PrefixChain.of(self.limits.root, packed, self.limits.block_size)
-        prompt = Prompt(packed, chain, request.priority or 0, request.cache_ttl or 0.0, request.tenant)
-        return Job(index, prompt, sampling, request.stops)
+
+    def _forced_calls(self, request: ChatRequest) -> str:
+        """The grammar of the calls that have to be made; empty where none has to."""
+        choice, tools = request.tool_choice, request.tools or []
+        if choice is None or choice in ("auto", "none"):
+            if choice == "auto" and not tools:
+                raise invalid("tool_choice: auto needs tools", "tool_choice")
+            return ""
+        names = [tool.function.name for tool in tools]
+        if isinstance(choice, NamedTool):
+            if choice.function.name not in names:
+                raise invalid(f"tool_choice: {choice.function.name[:64]!r} is not among the tools", "tool_choice")
+            tools = [tool for tool in tools if tool.function.name == choice.function.name]
+        elif not tools:
+            raise invalid("tool_choice: required needs tools", "tool_choice")
+        many = not isinstance(choice, NamedTool) and request.parallel_tool_calls is not False
+        specs = [ToolSpec(tool.function.name, tool.function.parameters) for tool in tools]
+        specials = {name: token for name, token in self.text.specials.items() if name in self._tools.special_tokens}
+        try:
+            return LLMatcher.grammar_from_lark(self._tools.grammar(specs, many, specials))
+        except ValueError as error:
+            raise invalid(f"tools: {error}", "tools") from None
+
+    def _grammar(self, request: Sampling, tools: str = "") -> str:
+        """Raises ApiError for a grammar that does not compile or that nothing fits."""
+        text, field = grammar(request, tools)
+        if text:
+            try:
+                self._guides.compile(text)
+            except GuideError as error:
+                raise invalid(f"{field}: {error}", field) from None
+        return text
 
 
-def _piece(index: int, output: Output, stream: TextStream) -> Piece:
-    """An output as text. A stop string ends the answer at the token that completed it."""
-    text, finish, used = "", output.finish_reason, len(output.tokens)
-    for number, token in enumerate(output.tokens, 1):
-        text += stream.push(token)
-        if stream.stopped:
-            used = number
-            break
-    if finish is not None:
-        text += stream.finish()
-    if stream.stopped:
-        finish = "stop"
-    return Piece(index, text, output.tokens[:used], output.cached_tokens, finish)
+def _check_stream(request: Sampling) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options: only with stream", "stream_options")
+    if request.stream and request.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs: not with stream", "prompt_logprobs")

@@ -39,9 +39,9 @@ def stream(text: Text, tokens: list[int], stops: list[str]) -> tuple[str, bool, 
     joined = ""
     for used, token in enumerate(tokens, 1):
         joined += decoder.push(token)
-        if decoder.stopped:
+        if decoder.stopped is not None:
             return joined, True, used
-    return joined + decoder.finish(), decoder.stopped, len(tokens)
+    return joined + decoder.finish(), decoder.stopped is not None, len(tokens)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from transfer.channel import Chunk, Ending, Layers
+from transfer.guide import Guide
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine, Offer, Produced, Reserved
-from workers.engine.guide import Guide
 from workers.engine.model import Model
 from workers.kv.pool import FREE
 

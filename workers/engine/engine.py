@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transfer.channel import Chunk, Ending
+from transfer.guide import Guide
 from transfer.layout import KVLayout
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import StartError, WorkerConfig
@@ -23,7 +24,6 @@ from workers.engine.attention.choice import choose
 from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.batch import build
 from workers.engine.graphs import DecodeGraphs
-from workers.engine.guide import Guide
 from workers.engine.layerwise import LayerWatch, cuts
 from workers.engine.model import Model, context_length
 from workers.engine.sampler import NO_TOKEN

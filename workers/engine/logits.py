@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from transfer.guide import Guide
 from transfer.messages import SamplingParams
-from workers.engine.guide import Guide
 from workers.sequence import Sequence
 
 

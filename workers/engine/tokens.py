@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from transfer.guide import GuideError
 from transfer.messages import SamplingParams, TokenLogprobs
-from workers.engine.guide import GuideError
 from workers.engine.logits import adjust, constraints
 from workers.engine.logprobs import logprobs
 from workers.engine.model import Model

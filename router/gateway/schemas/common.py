@@ -1,10 +1,10 @@
-"""Request bodies: parsing with caps, and pydantic models whose errors name field, value and limit."""
+"""What request bodies have in common: parsing with errors that name field, value and limit, and sampling parameters."""
 
 from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,11 @@ MAX_PROMPTS = 128
 MAX_PRIORITY = 100
 MAX_CACHE_TTL_S = 86_400
 MAX_TENANT_CHARS = 256
+MAX_SALT_CHARS = 256
+MAX_CHOICES = 128
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_REPETITION_PENALTY = 10
 
 
 def _finite(value: float) -> float:
@@ -42,42 +47,64 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 Finite = Annotated[float, AfterValidator(_finite)]
 
 
-class StreamOptions(BaseModel):
-    """`stream_options`."""
+class Strict(BaseModel):
+    """What is not known is refused, and nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+
+class StreamOptions(Strict):
+    """`stream_options`."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
-class _Common(BaseModel):
+class Sampling(Strict):
     """Parameters that chat and completions share. Fields that OpenAI publishes and Headwater does not support are
     accepted only at the value that means "off"."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
     model: str
     max_tokens: int | None = Field(None, ge=1, lt=INT64)
+    min_tokens: int | None = Field(None, ge=0, lt=INT64)
     temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     top_k: int | None = Field(None, ge=-1, lt=INT64)
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
+        None
+    )
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Annotated[str | Items[str] | None, AfterValidator(_stops)] = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: Annotated[Items[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = Field(None, min_length=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    metadata: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    timeout: Annotated[Finite, Field(gt=0)] | None = None
     cache_ttl: Annotated[Finite, Field(ge=0, le=MAX_CACHE_TTL_S)] | None = None
-    n: Literal[1] | None = None
-    frequency_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
-    presence_penalty: Annotated[Finite, Field(ge=0, le=0)] | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
     @property
     def stops(self) -> list[str]:
         """Stop strings, none of them empty."""
         return [self.stop] if isinstance(self.stop, str) and self.stop else list(self.stop or [])
+
+    @property
+    def choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
 
     @property
     def tenant(self) -> str:
@@ -89,53 +116,23 @@ class _Common(BaseModel):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether each chunk of a stream says what has been used so far."""
+        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
 
-class TextPart(BaseModel):
-    """A piece of message content; only text is supported."""
+    @property
+    def logprobs_wanted(self) -> int | None:
+        """Of how many of the likeliest tokens log-probabilities are wanted beside each token's own; None: of none."""
+        raise NotImplementedError
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One message of a chat."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    role: str
-    content: str | Items[TextPart] | None = None
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """What a chat template gets: text parts joined, absent content as empty text."""
-        content = self.content
-        if isinstance(content, list):
-            content = "".join(part.text for part in content)
-        named = {"name": self.name} if self.name is not None else {}
-        return {"role": self.role, "content": content or "", **named}
+    @property
+    def prompt_logprobs_wanted(self) -> int | None:
+        """The same for the prompt."""
+        return self.prompt_logprobs
 
 
-class ChatRequest(_Common):
-    """`POST /v1/chat/completions`."""
-
-    messages: list[Message] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=INT64)
-    logprobs: Literal[False] | None = None
-
-
-class CompletionRequest(_Common):
-    """`POST /v1/completions`."""
-
-    prompt: str | Items[int] | Items[str] | Items[Items[int]]
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    logprobs: None = None
-    suffix: None = None
-
-
-R = TypeVar("R", bound=_Common)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
