@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import re
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from typing_extensions import Self
 
 MAX_GATEWAYS = 64
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 class RouterConfig(BaseModel):
@@ -40,6 +43,18 @@ class GatewayConfig(BaseModel):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="how long a request's head may take to arrive, and its body, in seconds"
+    )
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="a client that takes nothing of its answer for this long is treated as gone, in seconds"
+    )
+    keepalive_s: float = Field(
+        10.0, gt=0, description="a stream that has nothing to send sends a comment this often, in seconds"
+    )
+    cors_origins: list[str] = Field(
+        [], description="origins whose pages may use the API from a browser, as scheme://host[:port]; `*` is any"
+    )
     max_priority: int = Field(
         0, ge=0, le=100, description="highest `priority` that clients may ask for; raise it where they can be trusted"
     )
@@ -50,6 +65,14 @@ class GatewayConfig(BaseModel):
         description="longest `cache_ttl` that clients may ask for; raise it where they can be trusted",
     )
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str]) -> list[str]:
+        """A browser compares them as text: one with a path or a slash at its end would never match."""
+        if wrong := [one for one in value if one != "*" and not _ORIGIN.fullmatch(one)]:
+            raise ValueError(f"{wrong[0]!r} is not an origin such as https://example.com or http://localhost:3000")
+        return value
 
     @model_validator(mode="after")
     def _there_are_ports_for_all(self) -> Self:

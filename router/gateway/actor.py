@@ -18,6 +18,7 @@ from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
 from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
+from router.gateway.server import ServerConfig
 from router.gateway.service import Limits, Service
 from router.gateway.text import Text
 from router.route import Router
@@ -36,7 +37,7 @@ STATUS_TIMEOUT_S = 5.0
 MEET_S = 3.0
 """How long a gateway that starts waits for news of all workers."""
 SERVER_END_S = 1.2
-"""How long the HTTP server may take to end; it gives open connections a second of it."""
+"""How long the HTTP server may take to end; see `server.CLOSING_S`."""
 
 
 class Gateway:
@@ -92,11 +93,8 @@ class Gateway:
         await self._meet()
         limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
         service = Service(self._text, self._dispatcher, limits)
-        app = create_app(service, self._ready, self._render, self._config.max_body_bytes)
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(settings)
+        app = create_app(service, self._ready, self._render, self._config)
+        self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
         while not self._server.started and not self._tasks[0].done():

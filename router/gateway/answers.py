@@ -46,7 +46,7 @@ class Answer(ABC):
         ]
         return {**self._head(self.object_name), "choices": choices, "usage": self._usage()}
 
-    async def stream(self, first: Piece, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
+    async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events; a failure ends the stream with an error event, never with a made-up finish."""
         head = self._head(self.chunk_name)
         if self._request.wants_usage:
@@ -55,7 +55,6 @@ class Answer(ABC):
             if (opening := self._opening()) is not None:
                 yield event({**head, "choices": [self._chunk(index, opening, None)]})
         try:
-            yield self._render(head, first)
             async for piece in pieces:
                 if data := self._render(head, piece):
                     yield data

@@ -135,7 +135,7 @@ class CompletionRequest(_Common):
     suffix: None = None
 
 
-R = TypeVar("R", bound=_Common)
+R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: bytes) -> R:
