@@ -7,9 +7,12 @@ import logging
 import sys
 import time
 
+from router.gateway import request_id
+
 
 class JsonFormatter(logging.Formatter):
-    """A record as `{"time", "level", "logger", "message"}`, with the traceback under `error` where there is one."""
+    """A record as `{"time", "level", "logger", "message"}`, with the id of the client's request under `request` and the
+    traceback under `error` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -19,6 +22,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if name := request_id.current.get():
+            line["request"] = name
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jinja2
@@ -11,6 +12,7 @@ from typing_extensions import Self
 from router.gateway.parsers import reasoning_parser, tool_parser
 
 MAX_GATEWAYS = 64
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 class RouterConfig(BaseModel):
@@ -45,6 +47,18 @@ class GatewayConfig(BaseModel):
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
+    body_timeout_s: float = Field(
+        30.0, gt=0, description="how long a request's head may take to arrive, and its body, in seconds"
+    )
+    write_timeout_s: float = Field(
+        30.0, gt=0, description="a client that takes nothing of its answer for this long is treated as gone, in seconds"
+    )
+    keepalive_s: float = Field(
+        10.0, gt=0, description="a stream that has nothing to send sends a comment this often, in seconds"
+    )
+    cors_origins: list[str] = Field(
+        [], description="origins whose pages may use the API from a browser, as scheme://host[:port]; `*` is any"
+    )
     max_priority: int = Field(
         0, ge=0, le=100, description="highest `priority` that clients may ask for; raise it where they can be trusted"
     )
@@ -86,6 +100,14 @@ class GatewayConfig(BaseModel):
     @classmethod
     def _is_a_reasoning_parser(cls, value: str) -> str:
         reasoning_parser(value, None)
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _are_origins(cls, value: list[str]) -> list[str]:
+        """A browser compares them as text: one with a path or a slash at its end would never match."""
+        if wrong := [one for one in value if one != "*" and not _ORIGIN.fullmatch(one)]:
+            raise ValueError(f"{wrong[0]!r} is not an origin such as https://example.com or http://localhost:3000")
         return value
 
     @model_validator(mode="after")

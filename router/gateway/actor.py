@@ -20,6 +20,7 @@ from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
 from router.gateway.jobs import Limits
 from router.gateway.parsers import reasoning_parser, tool_parser
+from router.gateway.server import ServerConfig
 from router.gateway.service import Service
 from router.gateway.text import Text
 from router.route import Router
@@ -38,7 +39,7 @@ STATUS_TIMEOUT_S = 5.0
 MEET_S = 3.0
 """How long a gateway that starts waits for news of all workers."""
 SERVER_END_S = 1.2
-"""How long the HTTP server may take to end; it gives open connections a second of it."""
+"""How long the HTTP server may take to end; see `server.CLOSING_S`."""
 
 
 class Gateway:
@@ -100,11 +101,8 @@ class Gateway:
         reasoning = reasoning_parser(self._config.reasoning_parser, template)
         guides = Guides(self._model, limits.vocab_size, frozenset())
         service = Service(self._text, self._dispatcher, limits, guides, tools, reasoning)
-        app = create_app(service, self._ready, self._render, self._config.max_body_bytes)
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(settings)
+        app = create_app(service, self._ready, self._render, self._config)
+        self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
         while not self._server.started and not self._tasks[0].done():

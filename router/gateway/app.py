@@ -1,51 +1,47 @@
-"""The FastAPI application: routes, errors, and what happens when a client leaves."""
+"""The FastAPI application: routes, errors, and what all of them pass through."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from router.gateway import metrics
-from router.gateway.answers import Answer, ChatAnswer, CompletionAnswer
-from router.gateway.choice import Piece
-from router.gateway.errors import ApiError, failed, unavailable
+from router.config import GatewayConfig
+from router.gateway import request_id
+from router.gateway.answers import ChatAnswer, CompletionAnswer
+from router.gateway.errors import ApiError, invalid, unavailable
+from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, count, respond
 from router.gateway.jobs import Job
+from router.gateway.middleware import Bugs, RequestIds
+from router.gateway.openapi import ERRORS, body_of, document
 from router.gateway.schemas.chat import ChatRequest
-from router.gateway.schemas.common import parse
 from router.gateway.schemas.completions import CompletionRequest
 from router.gateway.service import Service
 
-_log = logging.getLogger(__name__)
-CLIENT_CLOSED = 499
-"""Status, in metrics only, of a request whose client left (as nginx counts it)."""
 PLAN_HEADER = "x-headwater-plan"
 """With it in a request, the response has one, too: the plans that were made for its prompts, as JSON."""
 MAX_PLANS, MAX_PLAN_HEADER = 16, 4096
 """Prompts whose plans are shown, the latest of each; if that is longer than so many bytes, only the first prompt's last
 plan is. Proxies and clients limit the size of headers."""
-T = TypeVar("T")
-Pieces = AsyncGenerator[Piece, None]
-
-
-class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
+CORS_MAX_AGE_S = 600
+"""How long a browser may remember what it was allowed."""
 
 
 def create_app(
-    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], max_body_bytes: int
+    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig
 ) -> FastAPI:
     """The application over a service. `ready` says whether it can serve now, `render` gives the metrics' text."""
     app = FastAPI(title="Headwater", description="OpenAI-compatible gateway", docs_url="/docs", redoc_url=None)
+    app.state.config = config
 
     def check_ready() -> None:
         if not ready():
@@ -53,11 +49,28 @@ def create_app(
 
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_exception_handler(Exception, _on_bug)
-    app.include_router(_operator_routes(check_ready, render))
-    app.include_router(_openai_routes(service, check_ready, max_body_bytes))
+    _pass_through(app, config.cors_origins)
+    app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
+    app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
+
+
+def _pass_through(app: FastAPI, origins: list[str]) -> None:
+    """What every request passes, from the innermost on."""
+    app.add_middleware(Bugs)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=[request_id.HEADER, PLAN_HEADER, "retry-after"],
+            max_age=CORS_MAX_AGE_S,
+        )
+    app.add_middleware(RequestIds)
 
 
 def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes]) -> APIRouter:
@@ -79,7 +92,7 @@ def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes
     return routes
 
 
-def _openai_routes(service: Service, check_ready: Callable[[], None], max_body_bytes: int) -> APIRouter:
+def _openai_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     routes = APIRouter(prefix="/v1")
 
     @routes.get("/models")
@@ -92,41 +105,47 @@ def _openai_routes(service: Service, check_ready: Callable[[], None], max_body_b
         service.check_model(name)
         return _model(service)
 
-    @routes.post("/chat/completions")
+    @routes.post("/chat/completions", openapi_extra=body_of(ChatRequest))
     async def chat(request: Request) -> Response:
         check_ready()
-        wanted = parse(ChatRequest, await _body(request, max_body_bytes))
+        wanted = await body_as(ChatRequest, request)
         jobs = await service.chat(wanted)
-        return await _respond(request, service, jobs, ChatAnswer(wanted, jobs, service.text), bool(wanted.stream))
+        answer = ChatAnswer(wanted, jobs, service.text)
+        return await respond(request, service.pieces(jobs), answer, bool(wanted.stream), plans(request, jobs))
 
-    @routes.post("/completions")
+    @routes.post("/completions", openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         check_ready()
-        wanted = parse(CompletionRequest, await _body(request, max_body_bytes))
+        wanted = await body_as(CompletionRequest, request)
         jobs = await service.completion(wanted)
-        return await _respond(request, service, jobs, CompletionAnswer(wanted, jobs, service.text), bool(wanted.stream))
+        answer = CompletionAnswer(wanted, jobs, service.text)
+        return await respond(request, service.pieces(jobs), answer, bool(wanted.stream), plans(request, jobs))
 
     return routes
 
 
 async def _on_api_error(request: Request, error: Any) -> Response:
-    _count(request, "client_error" if error.status < 500 else "error")
+    count(request, "client_error" if error.status < 500 else "error")
     return error.response()
 
 
 async def _on_http_error(request: Request, error: Any) -> Response:
-    return ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+    """No such path or no such method there, which `Allow` names."""
+    response = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}").response()
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _on_bad_parameter(request: Request, error: Any) -> Response:
+    """A part of the path or a query parameter that is not what its route declares."""
+    problem = error.errors()[0]
+    name = str(problem["loc"][-1])
+    return await _on_api_error(request, invalid(f"{name}: {problem['msg']}, got {str(problem['input'])[:80]!r}", name))
 
 
 async def _on_client_gone(request: Request, _: Exception) -> Response:
-    _count(request, "cancelled")
+    count(request, "cancelled")
     return Response(status_code=CLIENT_CLOSED)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    _log.error("%s failed", request.url.path, exc_info=error)
-    _count(request, "error")
-    return failed("internal error").response()
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -140,94 +159,16 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises ApiError 413 before more than `limit` bytes are held."""
-    parts, size = [], 0
-    try:
-        async for part in request.stream():
-            size += len(part)
-            if size > limit:
-                raise ApiError(413, f"the body is larger than {limit} bytes")
-            parts.append(part)
-    except ClientDisconnect:
-        raise ClientGone from None
-    return b"".join(parts)
+def plans(request: Request, jobs: list[Job]) -> Callable[[], dict[str, str]]:
+    """For `headers=` of `respond`: the plans that have been made by then, if the client asked for them."""
 
+    def headers() -> dict[str, str]:
+        if PLAN_HEADER not in request.headers:
+            return {}
+        for shown in (MAX_PLANS, 1):
+            text = json.dumps([[asdict(plan) for plan in job.prompt.plans[-shown:]] for job in jobs[:shown]])
+            if len(text) <= MAX_PLAN_HEADER:
+                break
+        return {PLAN_HEADER: text}
 
-async def _respond(request: Request, service: Service, jobs: list[Job], answer: Answer, stream: bool) -> Response:
-    pieces = service.pieces(jobs)
-    if not stream:
-        body = await _unless_gone(request, _closing(answer.whole(pieces), pieces))
-        _count(request, "ok")
-        return JSONResponse(body, headers=_plans(request, jobs))
-    # Headers wait for the first token, so that an early failure still gets its proper status.
-    try:
-        first = await _unless_gone(request, anext(pieces))
-    except BaseException:
-        await pieces.aclose()
-        raise
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **_plans(request, jobs)}
-    events = _counted(request, answer.stream(_with(first, pieces)), pieces)
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-
-
-async def _with(first: Piece, others: Pieces) -> Pieces:
-    yield first
-    async for piece in others:
-        yield piece
-
-
-def _plans(request: Request, jobs: list[Job]) -> dict[str, str]:
-    if PLAN_HEADER not in request.headers:
-        return {}
-    for count in (MAX_PLANS, 1):
-        text = json.dumps([[asdict(plan) for plan in job.prompt.plans[-count:]] for job in jobs[:count]])
-        if len(text) <= MAX_PLAN_HEADER:
-            break
-    return {PLAN_HEADER: text}
-
-
-async def _closing(work: Awaitable[T], pieces: Pieces) -> T:
-    async with aclosing(pieces):
-        return await work
-
-
-async def _counted(
-    request: Request, events: AsyncGenerator[bytes, None], pieces: Pieces
-) -> AsyncGenerator[bytes, None]:
-    """The events of a stream; when the client leaves, what still runs for it is aborted."""
-    outcome = "cancelled"
-    try:
-        async for data in events:
-            outcome = "error" if data.startswith(b'data: {"error"') else outcome
-            yield data
-        outcome = "ok" if outcome == "cancelled" else outcome
-    finally:
-        _count(request, outcome)
-        await pieces.aclose()
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await `work`, but cancel it and raise ClientGone as soon as the client closes the connection."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-def _count(request: Request, outcome: str) -> None:
-    """Count by route template, never by the client's path, so that labels stay bounded."""
-    route = request.scope.get("route")
-    metrics.requests.add(1, {"route": getattr(route, "path", "none"), "outcome": outcome})
+    return headers

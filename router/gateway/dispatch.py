@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from opentelemetry import trace
 
 from router.config import GatewayConfig, RouterConfig
-from router.gateway import metrics
-from router.gateway.errors import expired, failed, invalid, overloaded, unavailable
+from router.gateway import errors, metrics
+from router.gateway.errors import failed, invalid, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, DECODE, PREFILL
 from transfer.directory import Directory, PeerDead, PeerError
@@ -312,7 +312,7 @@ class Dispatcher:
         """Deltas in order and without repetition, however prefill and decode worker raced. Raises AttemptFailed."""
         waiting: dict[int, Delta] = {}
         given: list[int] = []
-        late = expired(f"no complete answer within {allowed:g} s")
+        late = errors.deadline(f"no complete answer within {allowed:g} s")
         # Not `wait_for`: before Python 3.12 it can swallow the cancellation of a client that leaves.
         timer = asyncio.get_running_loop().call_later(deadline - time.monotonic(), attempt.queue.put_nowait, late)
         attempt.timer = timer

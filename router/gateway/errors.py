@@ -5,6 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+_TYPES = {408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
+"""Where OpenAI's type is not that of its class of statuses. An unknown key or model, too, is an `invalid_request_error`
+there: the status tells them apart, and `code`."""
+
+
+class ErrorObject(BaseModel):
+    """What went wrong. `param` is the field that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorObject
 
 
 class ApiError(Exception):
@@ -27,14 +47,14 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """The error object."""
-        kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The HTTP response."""
-        headers = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else None
+        headers = {"Retry-After": str(self.retry_after_s)} if self.retry_after_s is not None else {}
+        if self.status == 408:
+            headers["Connection"] = "close"  # the rest of the request must not be taken for the next one
         return JSONResponse(self.body(), self.status, headers=headers)
 
 
@@ -53,11 +73,11 @@ def unavailable(message: str) -> ApiError:
     return ApiError(503, message, code="unavailable", retry_after_s=2)
 
 
+def deadline(message: str) -> ApiError:
+    """Accepted, and not completed before its deadline: 504."""
+    return ApiError(504, message, code="deadline_exceeded")
+
+
 def failed(message: str) -> ApiError:
     """Accepted and then not completed: 500."""
     return ApiError(500, message, code="failed")
-
-
-def expired(message: str) -> ApiError:
-    """Accepted and not completed within the time that it may take: 504."""
-    return ApiError(504, message, code="deadline_exceeded")
