@@ -23,6 +23,7 @@ from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, count, respo
 from router.gateway.jobs import Job
 from router.gateway.middleware import Bugs, RequestIds
 from router.gateway.openapi import ERRORS, body_of, document
+from router.gateway.routes_tokens import token_routes
 from router.gateway.schemas.chat import ChatRequest
 from router.gateway.schemas.completions import CompletionRequest
 from router.gateway.service import Service
@@ -54,6 +55,7 @@ def create_app(
     _pass_through(app, config.cors_origins)
     app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
     app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
+    app.include_router(token_routes(service, check_ready), responses=ERRORS)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
 

@@ -81,14 +81,14 @@ async def respond(
     early failure still gets its status, or after `gateway.keepalive_s` without one."""
     if not stream:
         try:
-            body = await _unless_gone(request, answer.whole(pieces))
+            body = await unless_gone(request, answer.whole(pieces))
         finally:
             await pieces.aclose()
         count(request, "ok")
         return JSONResponse(body, headers=headers())
     feed, keepalive_s = _Feed(pieces), _config(request).keepalive_s
     try:
-        await _unless_gone(request, asyncio.wait({feed.first}, timeout=keepalive_s))
+        await unless_gone(request, asyncio.wait({feed.first}, timeout=keepalive_s))
         if feed.first.done():
             feed.first.result()
     except BaseException:
@@ -210,7 +210,7 @@ async def _collect(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """Await `work`, but cancel it and raise ClientGone as soon as the client closes the connection."""
     task = asyncio.ensure_future(work)
     gone = asyncio.create_task(_until_gone(request.receive))

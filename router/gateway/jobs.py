@@ -92,9 +92,9 @@ def jobs(
     choices = request.choices
     if len(prompts) * choices > MAX_JOBS:
         raise invalid(f"n: {len(prompts)} prompts x {choices} choices are more than {MAX_JOBS}", "n")
-    _check_allowed("priority", request.priority or 0, limits.max_priority, "gateway.max_priority")
-    _check_allowed("cache_ttl", request.cache_ttl or 0, limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
-    _check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
+    check_allowed("priority", request.priority or 0, limits.max_priority, "gateway.max_priority")
+    check_allowed("cache_ttl", request.cache_ttl or 0, limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
+    check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
     salt = (request.cache_salt or "").encode()
     root = root_key(limits.fingerprint, tenant=salt)
     made: list[Job] = []
@@ -121,22 +121,27 @@ def jobs(
     return made
 
 
-def _check_allowed(field: str, value: float, limit: float, setting: str) -> None:
-    """Whoever is served first or kept longest is so at the others' cost: the operator decides."""
+def check_length(tokens: int, field: str, limit: int) -> None:
+    """A prompt is not empty and leaves room for a token. Raises ApiError."""
+    if tokens == 0:
+        raise invalid(f"{field}: must not be empty", field)
+    if tokens >= limit:
+        raise invalid(
+            f"{field}: {tokens} tokens leave no room for output in the context of {limit} tokens",
+            field,
+            "context_length_exceeded",
+        )
+
+
+def check_allowed(field: str, value: float, limit: float, setting: str) -> None:
+    """Whoever is served first or kept longest is so at the others' cost: the operator decides. Raises ApiError."""
     if value > limit:
         raise invalid(f"{field}: at most {limit:g} is allowed here ({setting}), got {value:g}", field)
 
 
 def _length(prompt: int, wanted: Wanted, limit: int) -> int:
     """How many tokens an answer may have."""
-    if prompt == 0:
-        raise invalid(f"{wanted.prompt_name}: must not be empty", wanted.prompt_name)
-    if prompt >= limit:
-        raise invalid(
-            f"{wanted.prompt_name}: {prompt} tokens leave no room for output in the context of {limit} tokens",
-            wanted.prompt_name,
-            "context_length_exceeded",
-        )
+    check_length(prompt, wanted.prompt_name, limit)
     if wanted.tokens is not None and prompt + wanted.tokens > limit:
         raise invalid(
             f"{wanted.name}: {prompt} prompt tokens + {wanted.tokens} output tokens are more than the context of "

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import cast
 
 from llguidance import LLMatcher
 
@@ -27,6 +28,7 @@ from transfer.guide import GuideError, Guides
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 MAX_PROMPTS = 128
+TextOrTokens = str | list[int] | list[str] | list[list[int]]
 
 
 class Service:
@@ -63,6 +65,10 @@ class Service:
         """Raises ApiError 404 for a model that is not served."""
         if name != self.limits.model:
             raise ApiError(404, f"the model {name[:100]!r} does not exist", "model", "model_not_found")
+
+    async def tokenized(self, prompt: TextOrTokens, field: str) -> list[list[int]]:
+        """What a client sent as `field`, as token ids. Raises ApiError."""
+        return [tokens for tokens, _ in await asyncio.to_thread(self._prompts, prompt, field)]
 
     async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
         """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
@@ -160,27 +166,27 @@ class Service:
         if request.max_tokens == 0 and not request.echo:
             raise invalid("max_tokens: 0 is only allowed with echo, must be at least 1", "max_tokens")
         length = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        prompts = self._prompts(request.prompt)
+        prompts = self._prompts(request.prompt, "prompt")
         return jobs(request, prompts, Wanted(length, "max_tokens", "prompt"), self.limits, self._grammar(request))
 
-    def _prompts(self, prompt: str | list[int] | list[str] | list[list[int]]) -> list[tuple[list[int], str | None]]:
+    def _prompts(self, prompt: TextOrTokens, field: str) -> list[tuple[list[int], str | None]]:
         """Every prompt as token ids, and as the text that the client sent."""
         if isinstance(prompt, str):
-            self._check_size(len(prompt), "prompt")
-            return [(self.text.encode(prompt), prompt)]
+            return [self._prompt(prompt, field)]
         if not prompt:
-            raise invalid("prompt: must not be empty", "prompt")
+            raise invalid(f"{field}: must not be empty", field)
         if isinstance(prompt[0], int):
-            return [(self.known(prompt, "prompt"), None)]
+            return [(self.known(prompt, field), None)]
         if len(prompt) > MAX_PROMPTS:
-            raise invalid(f"prompt: {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", "prompt")
-        for index, one in enumerate(prompt):
-            if isinstance(one, str):
-                self._check_size(len(one), f"prompt.{index}")
-        return [
-            (self.text.encode(one), one) if isinstance(one, str) else (self.known(one, f"prompt.{index}"), None)  # type: ignore[arg-type]
-            for index, one in enumerate(prompt)
-        ]
+            raise invalid(f"{field}: {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", field)
+        several = cast("list[str | list[int]]", prompt)
+        return [self._prompt(one, f"{field}.{index}") for index, one in enumerate(several)]
+
+    def _prompt(self, prompt: str | list[int], field: str) -> tuple[list[int], str | None]:
+        if isinstance(prompt, str):
+            self._check_size(len(prompt), field)
+            return self.text.encode(prompt), prompt
+        return self.known(prompt, field), None
 
     def known(self, tokens: list[int], field: str) -> list[int]:
         """The same tokens. Raises ApiError for one that the model does not have."""

@@ -13,7 +13,6 @@ from router.gateway.errors import ApiError, invalid
 INT64 = 2**63
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000
-MAX_PROMPTS = 128
 MAX_PRIORITY = 100
 MAX_CACHE_TTL_S = 86_400
 MAX_TENANT_CHARS = 256

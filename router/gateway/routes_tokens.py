@@ -1,0 +1,66 @@
+"""Routes around the model: embeddings, and text as tokens and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from router.gateway.conversation import conversation
+from router.gateway.embeddings import embed
+from router.gateway.errors import invalid
+from router.gateway.http import body_as, count, unless_gone
+from router.gateway.openapi import body_of
+from router.gateway.schemas.chat import ChatRequest
+from router.gateway.schemas.embeddings import EmbeddingRequest
+from router.gateway.schemas.tokens import DetokenizeRequest, TokenizeRequest
+from router.gateway.service import Service
+
+
+def token_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
+    """The routes over a service."""
+    routes = APIRouter()
+
+    @routes.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
+    async def embeddings(request: Request) -> Response:
+        check_ready()
+        wanted = await body_as(EmbeddingRequest, request)
+        body = await unless_gone(request, embed(service, wanted))
+        count(request, "ok")
+        return JSONResponse(body)
+
+    @routes.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        wanted = await body_as(TokenizeRequest, request)
+        service.check_model(wanted.model)
+        body = await asyncio.to_thread(_tokenized, service, wanted)
+        count(request, "ok")
+        return JSONResponse(body)
+
+    @routes.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        wanted = await body_as(DetokenizeRequest, request)
+        service.check_model(wanted.model)
+        tokens = service.known(wanted.tokens, "tokens")
+        text = await asyncio.to_thread(service.text.decode, tokens, False)
+        count(request, "ok")
+        return JSONResponse({"prompt": text})
+
+    return routes
+
+
+def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+    text = service.text
+    if (request.prompt is None) == (request.messages is None):
+        raise invalid("prompt: either prompt or messages, and not both", "prompt")
+    if request.prompt is not None:
+        tokens = text.encode(request.prompt, request.add_special_tokens is not False)
+    else:
+        chat = ChatRequest(model=request.model, messages=request.messages or [], tools=request.tools)
+        messages, tools = conversation(chat, text.template or "")
+        tokens, _ = text.chat(messages, tools, request.chat_template_kwargs)
+    shown = {"token_strs": [text.name(token) for token in tokens]} if request.return_token_strs else {}
+    return {"count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens, **shown}
