@@ -59,7 +59,7 @@ def reasoning_parser(name: str, template: str | None) -> type[ReasoningParser] |
     if name == "none":
         return None
     if name == "auto":
-        return ThinkParser if "<think>" in (template or "") else None
+        return ThinkParser if "think>" in (template or "") else None  # some write only the end tag
     if name not in REASONING_PARSERS:
         raise ValueError(f"unknown reasoning parser {name!r}; known are: auto, none, {', '.join(REASONING_PARSERS)}")
     return REASONING_PARSERS[name]

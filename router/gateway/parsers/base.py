@@ -138,7 +138,7 @@ class ToolParser(Parser):
 
     What is no call comes out as text, unchanged; only white space next to a call is left out. A call is sent whatever
     its name: whether such a tool exists is for the application to judge. Arguments are a JSON object if the output is
-    well formed; from where it is not they come as the model wrote them, so that nobody takes them for other, valid ones.
+    well formed; from where it is not they come as the model wrote them, so that nobody takes them for valid ones.
     """
 
     name: str
@@ -153,10 +153,10 @@ class ToolParser(Parser):
 
     @classmethod
     @abstractmethod
-    def grammar(cls, tools: Sequence[ToolSpec], many: bool, specials: Mapping[str, int]) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], many: bool, marker_ids: Mapping[str, int]) -> str:
         """A Lark grammar, as llguidance reads it, of one call of these tools, or with `many` of one or more, in the
-        format that this parser reads. `specials`: those of `special_tokens` that are special tokens of the tokenizer,
-        and their ids. Raises ValueError for a tool that this format cannot call."""
+        format that this parser reads. `marker_ids`: the tokenizer's added tokens, special or not; a marker that is
+        among them is written as that token. Raises ValueError for a tool that this format cannot call."""
 
     def _say(self, text: str) -> None:
         """Text that belongs to no call."""
@@ -178,9 +178,10 @@ class ToolParser(Parser):
 
     def _argue(self, piece: str) -> None:
         """The next piece of the call's arguments."""
-        if not self._parts:
+        if piece and not self._parts:
             self._parts.append(_Part(self._count - 1))
-        self._parts[-1].arguments.append(piece)
+        if piece:
+            self._parts[-1].arguments.append(piece)
 
     def _read_list(self, read_call: Callable[[], Reading[bool]]) -> Reading[None]:
         """Calls with commas between them, from after the bracket that opens their list to the one that closes it."""

@@ -24,9 +24,10 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def marker(text: str, specials: Mapping[str, int]) -> str:
-    """A marker: the special token where the tokenizer has it as one, else its text."""
-    return f"<[{specials[text]}]>" if text in specials else quoted(text)
+def marker(text: str, marker_ids: Mapping[str, int]) -> str:
+    """A marker: one token where the tokenizer has it as an added one, special or not, else its text. llguidance takes
+    all added tokens in angle brackets for special ones, which do not match as text."""
+    return f"<[{marker_ids[text]}]>" if text in marker_ids else quoted(text)
 
 
 def json_value(schema: Mapping[str, Any], **options: Any) -> str:
@@ -48,8 +49,8 @@ def json_call(tool: ToolSpec, arguments_key: str) -> str:
 def calls_grammar(
     calls: Sequence[str], one: str, separator: str | None, before: str = "", after: str = "", rules: str = ""
 ) -> str:
-    """The grammar of one of `calls`, each the body of a rule, in the frame `one`, where it is named `call`; or, if there
-    is a separator, of one or more such frames."""
+    """The grammar of one of `calls`, each the body of a rule, in the frame `one`, where it is named `call`. With a
+    separator there may be more such frames."""
     many = "" if separator is None else f" ({separator} one)*"
     names = " | ".join(f"call_{number}" for number in range(len(calls)))
     bodies = "\n".join(f"call_{number}: {body}" for number, body in enumerate(calls))

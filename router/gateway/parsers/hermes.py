@@ -18,9 +18,9 @@ class HermesParser(JsonToolParser):
     special_tokens = (OPEN, CLOSE)
 
     @classmethod
-    def grammar(cls, tools: Sequence[ToolSpec], many: bool, specials: Mapping[str, int]) -> str:
-        opening = f"{marker(OPEN, specials)} {quoted(chr(10))}"
-        closing = f"{quoted(chr(10))} {marker(CLOSE, specials)}"
+    def grammar(cls, tools: Sequence[ToolSpec], many: bool, marker_ids: Mapping[str, int]) -> str:
+        opening = f"{marker(OPEN, marker_ids)} {quoted(chr(10))}"
+        closing = f"{quoted(chr(10))} {marker(CLOSE, marker_ids)}"
         return calls_grammar(
             [json_call(tool, "arguments") for tool in tools],
             one=f"{opening} call {closing}",

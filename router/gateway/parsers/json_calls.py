@@ -111,7 +111,7 @@ class JsonToolParser(ToolParser):
         return whole
 
     def _begin_if_certain(self, call: _Call) -> None:
-        if call.name is not None and (call.argued or self.name_is_enough):
+        if not call.begun and call.name is not None and (call.argued or self.name_is_enough):
             self._begin_call(call.name)
             call.begun = True
             for piece in call.held:

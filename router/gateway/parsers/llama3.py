@@ -23,12 +23,12 @@ class Llama3Parser(JsonToolParser):
     name_is_enough = False
 
     @classmethod
-    def grammar(cls, tools: Sequence[ToolSpec], many: bool, specials: Mapping[str, int]) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], many: bool, marker_ids: Mapping[str, int]) -> str:
         return calls_grammar(
             [json_call(tool, "parameters") for tool in tools],
             one="call",
             separator=quoted("; ") if many else None,
-            before=f"{marker(TAG, specials)}?" if TAG in specials else "",
+            before=f"{marker(TAG, marker_ids)}?" if TAG in marker_ids else "",
         )
 
     def _read(self) -> Reading[None]:

@@ -22,10 +22,10 @@ class MistralParser(JsonToolParser):
     special_tokens = (CALLS, CALL_ID, ARGS)
 
     @classmethod
-    def grammar(cls, tools: Sequence[ToolSpec], many: bool, specials: Mapping[str, int]) -> str:
-        start = marker(CALLS, specials)
-        if ARGS in specials:  # a model of the newer format
-            named = [f"{quoted(_named(tool))} {marker(ARGS, specials)} {arguments_of(tool)}" for tool in tools]
+    def grammar(cls, tools: Sequence[ToolSpec], many: bool, marker_ids: Mapping[str, int]) -> str:
+        start = marker(CALLS, marker_ids)
+        if ARGS in marker_ids:  # a model of the newer format
+            named = [f"{quoted(_named(tool))} {marker(ARGS, marker_ids)} {arguments_of(tool)}" for tool in tools]
             return calls_grammar(named, one=f"{start} call", separator="" if many else None)
         return calls_grammar(
             [json_call(tool, "arguments") for tool in tools],

@@ -10,6 +10,7 @@ from router.gateway.parsers.grammar import ToolSpec, calls_grammar, marker, quot
 from router.gateway.parsers.keywords import NAME, keyword_grammar, keywords_as_json
 from router.gateway.parsers.source import SPACE, Reading, Sink
 
+CLOSING = {"(": ")", "[": "]", "{": "}"}
 START, END = "<|python_start|>", "<|python_end|>"
 _PLAIN = re.compile(r"[^()\[\]{}\"']+")
 _IN_STRING = re.compile(r"[^\\\"']+")
@@ -22,9 +23,9 @@ class PythonicParser(ToolParser):
     special_tokens = (START, END)
 
     @classmethod
-    def grammar(cls, tools: Sequence[ToolSpec], many: bool, specials: Mapping[str, int]) -> str:
+    def grammar(cls, tools: Sequence[ToolSpec], many: bool, marker_ids: Mapping[str, int]) -> str:
         bodies, rules = zip(*(keyword_grammar(tool, f"_{number}") for number, tool in enumerate(tools)), strict=True)
-        start, end = (f"{marker(tag, specials)}?" if tag in specials else "" for tag in (START, END))
+        start, end = (f"{marker(tag, marker_ids)}?" if tag in marker_ids else "" for tag in (START, END))
         return calls_grammar(
             bodies,
             one="call",
@@ -68,8 +69,8 @@ class PythonicParser(ToolParser):
         return True
 
     def _read_brackets(self, sink: Sink) -> Reading[bool]:
-        """From an opening bracket to the one that closes it. False where it does not come."""
-        depth = 0
+        """From an opening bracket to the one that closes it. False where another or none comes."""
+        closing: list[str] = []
         while True:
             char = yield from self._source.peek()
             if not char:
@@ -77,10 +78,14 @@ class PythonicParser(ToolParser):
             if char in "\"'":
                 yield from self._read_string(char, sink)
                 continue
-            if char in "([{)]}":
+            if char in CLOSING:
                 sink(self._source.take(1))
-                depth += 1 if char in "([{" else -1
-                if depth == 0:
+                closing.append(CLOSING[char])
+            elif char in ")]}":
+                if char != closing.pop():
+                    return False
+                sink(self._source.take(1))
+                if not closing:
                     return True
             yield from self._source.run(_PLAIN, sink)
 
