@@ -1,177 +1,30 @@
-"""OpenAI's Responses API: from its items to a chat request, and from pieces to its objects and events."""
+"""OpenAI's Responses API: from pieces to its objects and events."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from router.gateway.answers import Answer
 from router.gateway.choice import Piece
-from router.gateway.errors import ApiError, invalid
+from router.gateway.errors import ApiError
 from router.gateway.jobs import Job
 from router.gateway.logprobs import LogprobsView
-from router.gateway.schemas.chat import ChatRequest
-from router.gateway.schemas.responses import (
-    ITEMS,
-    FunctionCallItem,
-    FunctionOutputItem,
-    FunctionTool,
-    InputText,
-    Item,
-    MessageItem,
-    OutputText,
-    PlainFormat,
-    ReasoningItem,
-    ResponsesRequest,
-    TextConfig,
-)
+from router.gateway.response_items import ID_PREFIX
+from router.gateway.schemas.responses import ResponsesRequest, TextConfig
 from router.gateway.sections import Section, Sections, Step
-from router.gateway.store import Stored
 from router.gateway.text import Text
-from router.gateway.translate import chat_request, named, new_id, typed_event
+from router.gateway.translate import new_id, typed_event
 from router.gateway.usage import Usage
 
-FIELDS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-"""The names that fields of the chat request have here."""
-ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 ITEM_TYPE = {"reasoning": "reasoning", "text": "message", "call": "function_call"}
 """Of the items that sections become."""
 CONTENT_NAME = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 """In the names of events."""
-GOES_ON = ("completed", "incomplete")
-"""Statuses of responses that can be continued."""
 ENDINGS = {"length": ("incomplete", {"reason": "max_output_tokens"})}
 """Status and details of an answer that did not end by itself."""
-
-
-def own_items(request: ResponsesRequest) -> list[Item]:
-    """The request's input as items."""
-    if isinstance(request.input, str):
-        return [MessageItem(role="user", content=request.input)]
-    return list(request.input)
-
-
-def stored_items(stored: Stored) -> list[Item]:
-    """The conversation of a stored response: the items that it answers, and its own. Raises ApiError 400."""
-    response = json.loads(stored.response)
-    if response["status"] not in GOES_ON:
-        name = "previous_response_id"
-        raise invalid(f"{name}: the response {response['id']} is {response['status']}, there is nothing to go on", name)
-    return ITEMS.validate_python([*json.loads(stored.input), *response["output"]])
-
-
-def to_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
-    """The chat request of a conversation. Raises ApiError 400."""
-    with named(FIELDS):
-        return chat_request(
-            model=request.model,
-            messages=_messages(request.instructions, items),
-            max_completion_tokens=request.max_output_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            tools=[_chat_tool(tool) for tool in request.tools] if request.tools else None,
-            tool_choice=_chat_choice(request),
-            parallel_tool_calls=request.parallel_tool_calls,
-            response_format=_chat_format(request.text),
-            user=request.user,
-            logprobs=request.wants_logprobs or None,
-            top_logprobs=request.top_logprobs,
-        )
-
-
-def _messages(instructions: str | None, items: list[Item]) -> list[dict[str, Any]]:
-    """Reasoning, text and calls that follow one another are one message of the assistant."""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    calls: set[str] = set()
-    assistant: dict[str, Any] | None = None
-    for item in items:
-        if isinstance(item, FunctionOutputItem):
-            if item.call_id not in calls:
-                raise invalid(f"input: no function_call has the call_id {item.call_id!r} of an output", "input")
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            assistant = None
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content)})
-            assistant = None
-        else:
-            if assistant is None or not _continues(assistant, item):
-                assistant = {"role": "assistant"}
-                messages.append(assistant)
-            _extend(assistant, item)
-            if isinstance(item, FunctionCallItem):
-                calls.add(item.call_id)
-    return messages
-
-
-def _continues(assistant: dict[str, Any], item: Item) -> bool:
-    """Whether the item belongs to the assistant's message: text and reasoning do where there is only reasoning yet."""
-    return isinstance(item, FunctionCallItem) or assistant.keys() <= {"role", "reasoning_content"}
-
-
-def _extend(assistant: dict[str, Any], item: Item) -> None:
-    if isinstance(item, ReasoningItem):
-        thoughts = "".join(part.text for part in item.content or item.summary or [])
-        assistant["reasoning_content"] = assistant.get("reasoning_content", "") + thoughts
-    elif isinstance(item, FunctionCallItem):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        assistant.setdefault("tool_calls", []).append(call)
-    elif isinstance(item, MessageItem):
-        assistant["content"] = _text(item.content)
-
-
-def _text(content: str | list[InputText | OutputText] | list[InputText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _chat_choice(request: ResponsesRequest) -> Any:
-    choice = request.tool_choice
-    if choice is None or isinstance(choice, str):
-        return choice
-    return {"type": "function", "function": {"name": choice.name}}
-
-
-def _chat_format(text: TextConfig | None) -> dict[str, Any] | None:
-    wanted = text.format if text is not None else None
-    if wanted is None or isinstance(wanted, PlainFormat):
-        return {"type": wanted.type} if wanted is not None else None
-    return {
-        "type": "json_schema",
-        "json_schema": wanted.model_dump(exclude={"type"}, exclude_none=True, by_alias=True),
-    }
-
-
-def listed(items: list[Item]) -> list[dict[str, Any]]:
-    """Items as a client may ask for them: each with an id and a status, texts as parts."""
-    return [_listed(item) for item in items]
-
-
-def _listed(item: Item) -> dict[str, Any]:
-    data = item.model_dump(exclude_none=True)
-    if isinstance(item, MessageItem):
-        parts = [{"text": item.content}] if isinstance(item.content, str) else data["content"]
-        data["content"] = [_listed_part(item.role, part) for part in parts]
-    if isinstance(item, ReasoningItem):
-        data.setdefault("summary", [])
-    return {"id": new_id(ID_PREFIX[item.type]), "status": "completed", **data}
-
-
-def _listed_part(role: str, part: dict[str, Any]) -> dict[str, Any]:
-    if role == "assistant":
-        return {"annotations": [], **part, "type": "output_text"}
-    return {"type": "input_text", "text": part["text"]}
 
 
 class ResponsesAnswer(Answer):
@@ -207,7 +60,7 @@ class ResponsesAnswer(Answer):
         """Whether the response is as it stays."""
         return self.status not in ("queued", "in_progress")
 
-    def object(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         """The response object as it is now."""
         usage = self._usage_object() if self._usage.completion_tokens else None
         return {
@@ -227,7 +80,7 @@ class ResponsesAnswer(Answer):
         """The response object, once everything is there."""
         async for piece in pieces:
             self._take(piece)
-        return self.object()
+        return self.response()
 
     async def stream(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[bytes, None]:
         """Server-sent events. A failure is an error event, and the response has failed."""
@@ -236,8 +89,8 @@ class ResponsesAnswer(Answer):
         def sent(kind: str, **data: Any) -> bytes:
             return typed_event({"type": kind, "sequence_number": next(numbers), **data})
 
-        yield sent("response.created", response=self.object())
-        yield sent("response.in_progress", response=self.object())
+        yield sent("response.created", response=self.response())
+        yield sent("response.in_progress", response=self.response())
         try:
             async for piece in pieces:
                 for kind, data in self._take(piece):
@@ -245,7 +98,7 @@ class ResponsesAnswer(Answer):
         except ApiError as error:
             self.fail(error)
             yield sent("error", code=error.code, message=error.message, param=error.param)
-        yield sent(f"response.{self.status}", response=self.object())
+        yield sent(f"response.{self.status}", response=self.response())
 
     def fail(self, error: ApiError) -> None:
         """The response ends with an error; what it had so far stays in it."""
@@ -282,6 +135,8 @@ class ResponsesAnswer(Answer):
     def _events(self, step: Step, ended: str) -> list[tuple[str, dict[str, Any]]]:
         """Of one step; a section that is closed ends up `ended`."""
         section, index = step.section, step.section.number
+        if section.kind == "call" and step.what != "close":
+            self._unsaid = []  # what came till here was the call's, or white space before it
         if step.what == "open":
             return self._opened(section)
         place: dict[str, Any] = {"item_id": self._output[index]["id"], "output_index": index}
@@ -307,8 +162,6 @@ class ResponsesAnswer(Answer):
         index = section.number
         if section.kind == "text":
             self._logprobs[index] = []
-        else:
-            self._unsaid = []
         name = new_id(ID_PREFIX[ITEM_TYPE[section.kind]])
         item = self._item(section, name, "in_progress")
         self._output.append(item)

@@ -16,15 +16,8 @@ from router.gateway.background import Background
 from router.gateway.errors import ApiError, invalid
 from router.gateway.http import body_as, count, respond
 from router.gateway.openapi import body_of
-from router.gateway.responses import (
-    FIELDS,
-    GOES_ON,
-    ResponsesAnswer,
-    listed,
-    own_items,
-    stored_items,
-    to_chat,
-)
+from router.gateway.response_items import FIELDS, GOES_ON, listed, own_items, stored_items, to_chat
+from router.gateway.responses import ResponsesAnswer
 from router.gateway.schemas.chat import ChatRequest
 from router.gateway.schemas.responses import ResponsesRequest
 from router.gateway.service import Service
@@ -43,7 +36,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
 
     def keep(answer: ResponsesAnswer) -> None:
         if answer.request.kept and (answer.request.background or answer.status in GOES_ON):
-            store.put(answer.id, _json(answer.object()), answer.listed)
+            store.put(answer.id, _json(answer.response()), answer.listed)
 
     @router.post("/responses", openapi_extra=body_of(ResponsesRequest))
     async def create(request: Request) -> Response:
@@ -60,13 +53,13 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
             return await respond(request, pieces, answer, bool(wanted.stream))
         background.start(answer, pieces)
         count(request, "ok")
-        return JSONResponse(answer.object())
+        return JSONResponse(answer.response())
 
     @router.get("/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
         _check_query(request)
         if (answer := background.get(name)) is not None:
-            return JSONResponse(answer.object())
+            return JSONResponse(answer.response())
         return Response(_stored(store, name).response, media_type="application/json")
 
     @router.delete("/responses/{name}")
@@ -79,7 +72,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
     @router.post("/responses/{name}/cancel")
     async def cancel(name: str) -> Response:
         if (answer := await background.cancel(name)) is not None:
-            return JSONResponse(answer.object())
+            return JSONResponse(answer.response())
         record = _stored(store, name)
         if not json.loads(record.response)["background"]:
             raise invalid(f"the response {name} was no background response, only such can be cancelled")

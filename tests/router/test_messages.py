@@ -220,7 +220,9 @@ async def test_events_of_thinking_text_and_tools() -> None:
 async def test_why_an_answer_ended(last: Any, reason: str, sequence: str | None) -> None:
     whole = Message.model_validate(await MessagesAnswer(asked(), JOBS).whole(played([last])))  # type: ignore[arg-type]
     assert (whole.stop_reason, whole.stop_sequence) == (reason, sequence)
-    delta = (await streamed([last]))[-2].delta
+    events = await streamed([last])
+    assert (events[0].message.stop_reason, events[0].message.stop_sequence) == (None, None)
+    delta = events[-2].delta
     assert (delta.stop_reason, delta.stop_sequence) == (reason, sequence)
 
 

@@ -11,7 +11,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 from router.gateway.errors import ApiError, failed, overloaded
-from router.gateway.responses import ResponsesAnswer, listed, own_items, to_chat
+from router.gateway.parsers import CallDelta
+from router.gateway.response_items import listed, own_items, to_chat
+from router.gateway.responses import ResponsesAnswer
 from router.gateway.schemas.common import parse
 from router.gateway.schemas.responses import ResponsesRequest
 from tests.router.scripted import (
@@ -298,22 +300,33 @@ async def test_a_failure_in_a_stream_ends_it_with_an_error() -> None:
     assert response.output_text == "Hel"
 
 
-async def test_log_probabilities_are_those_of_the_text() -> None:
-    def one(text: str, finish: str | None = None, **more: Any) -> Any:
-        return piece(text, finish, logprobs=(TokenLogprobs(ord(text or "$"), -0.5, ((65, -0.1),)),), **more)
+def spelled(text: str, finish: str | None = None, **more: Any) -> Any:
+    return piece(text, finish, logprobs=(TokenLogprobs(ord(text or "$"), -0.5, ((65, -0.1),)),), **more)
 
-    steps = [one("", reasoning="Hm", reasoning_tokens=1), one("\n"), one("H"), one("i"), one("", "stop")]
-    events = await streamed(steps, include=["message.output_text.logprobs"], top_logprobs=1)
+
+async def logprobs_of(*steps: Any) -> list[Any]:
+    """The events, in which deltas and whole texts show the same tokens."""
+    events = await streamed(list(steps), include=["message.output_text.logprobs"], top_logprobs=1)
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert [[entry.token for entry in event.logprobs] for event in deltas] == [["\n", "H"], ["i"]]
-    shown = events[-1].response.output[1].content[0].logprobs
-    assert "".join(entry.token for entry in shown) == events[-1].response.output_text == "\nHi"
-    assert (shown[0].logprob, shown[0].top_logprobs[0].token) == (-0.5, "A")
+    texts = [item.content[0] for item in events[-1].response.output if item.type == "message"]
+    entries = [entry for text in texts for entry in text.logprobs]
+    assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in entries]
+    assert "".join(entry.token for entry in entries) == events[-1].response.output_text
+    return entries
+
+
+async def test_log_probabilities_are_those_of_the_text() -> None:
+    thought = spelled("", reasoning="Hm", reasoning_tokens=1)
+    entries = await logprobs_of(thought, spelled("\n"), spelled("H"), spelled("i"), spelled("", "stop"))
+    assert (entries[0].logprob, entries[0].top_logprobs[0].token) == (-0.5, "A")
+    call = [spelled("", calls=(CallDelta(0, "a", "f", "{"),)), spelled("", calls=(CallDelta(0, None, None, "}"),))]
+    entries = await logprobs_of(spelled(" "), *call, spelled("H"), spelled("", "tool_calls"))
+    assert [entry.token for entry in entries] == ["H"]
 
 
 def test_parameters_are_repeated_in_the_response() -> None:
     choice = {"type": "function", "name": "weather"}
-    response = Response.model_validate(answer(tools=[WEATHER], tool_choice=choice, top_p=0.5)[0].object())
+    response = Response.model_validate(answer(tools=[WEATHER], tool_choice=choice, top_p=0.5)[0].response())
     assert response.tools[0].name == response.tool_choice.name == "weather"
     assert (response.temperature, response.top_p, response.truncation) == (1.0, 0.5, "disabled")
     assert response.text.format.type == "text"
@@ -336,6 +349,9 @@ async def test_create_retrieve_list_and_delete() -> None:
         assert again == made
         items = await client.responses.input_items.list(made.id)
         assert [item.content[0].text for item in items.data] == ["Hi"]
+        more = await client.responses.create(model=MODEL, input="Bye", previous_response_id=made.id)
+        items = await client.responses.input_items.list(more.id)
+        assert [item.content[0].text for item in items.data] == ["Bye", "Hello", "Hi"]
         await client.responses.delete(made.id)
         for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
             with pytest.raises(openai.NotFoundError) as refused:
@@ -465,6 +481,15 @@ async def test_a_background_response_that_fails_says_why() -> None:
         assert now.status == "failed"
         assert now.error is not None
         assert now.error.message == "a worker died"
+
+
+async def test_a_stream_that_fails_is_not_stored() -> None:
+    async with gateway([piece("Hel"), failed("a worker died")]) as served, client_of(served.url) as client:
+        stream = await client.responses.create(model=MODEL, input="Hi", stream=True)
+        events = [event async for event in stream]
+        assert events[-1].type == "response.failed"
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(events[-1].response.id)
 
 
 async def test_only_background_responses_are_cancelled() -> None:

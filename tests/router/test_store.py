@@ -47,6 +47,17 @@ def test_dropping() -> None:
     assert (len(store), store.size, store.get("a")) == (0, 0, None)
 
 
+def test_age_alone_drops() -> None:
+    now = 0.0
+    store = ResponseStore(10, 4096, 10.0, lambda: now)
+    store.put("a", b"a", b"[]")
+    now = 10.0
+    assert store.get("a") is not None
+    now = 10.1
+    assert store.get("a") is None
+    assert (len(store), store.size) == (0, 0)
+
+
 def test_no_memory_at_all() -> None:
     store = ResponseStore(0, 4096, 10.0, lambda: 0.0)
     store.put("a", b"a", b"[]")
