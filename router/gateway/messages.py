@@ -10,6 +10,7 @@ from router.gateway.answers import Answer
 from router.gateway.choice import Piece
 from router.gateway.errors import ApiError, invalid
 from router.gateway.jobs import Job
+from router.gateway.request_id import current
 from router.gateway.schemas.chat import ChatRequest
 from router.gateway.schemas.messages import (
     CountTokensRequest,
@@ -146,7 +147,7 @@ def _chat_choice(request: CountTokensRequest) -> Any:
 def error_body(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's clients expect it."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": current.get() or None}
 
 
 class MessagesAnswer(Answer):

@@ -13,8 +13,9 @@ from fastapi.routing import APIRoute
 from router.gateway.errors import ApiError
 from router.gateway.http import body_as, count, respond
 from router.gateway.messages import FIELDS, MessagesAnswer, error_body, to_chat
-from router.gateway.openapi import body_of
-from router.gateway.schemas.messages import CountTokensRequest, MessagesRequest
+from router.gateway.openapi import ERRORS, body_of
+from router.gateway.plans import plans
+from router.gateway.schemas.messages import CountTokensRequest, MessagesError, MessagesRequest
 from router.gateway.service import Service
 from router.gateway.translate import named
 
@@ -42,7 +43,8 @@ class MessagesRoute(APIRoute):
 
 def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     """The routes."""
-    router = APIRouter(prefix="/v1", route_class=MessagesRoute)
+    errors = {status: {**described, "model": MessagesError} for status, described in ERRORS.items()}
+    router = APIRouter(prefix="/v1", route_class=MessagesRoute, responses=errors)
 
     @router.post("/messages", openapi_extra=body_of(MessagesRequest))
     async def create(request: Request) -> Response:
@@ -51,7 +53,8 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
         chat = await asyncio.to_thread(to_chat, wanted)
         with named(FIELDS):
             jobs = await service.chat(chat)
-        return await respond(request, service.pieces(jobs), MessagesAnswer(wanted, jobs), bool(wanted.stream))
+        answer = MessagesAnswer(wanted, jobs)
+        return await respond(request, service.pieces(jobs), answer, bool(wanted.stream), plans(request, jobs))
 
     @router.post("/messages/count_tokens", openapi_extra=body_of(CountTokensRequest))
     async def count_tokens(request: Request) -> dict[str, int]:

@@ -16,6 +16,7 @@ from router.gateway.background import Background
 from router.gateway.errors import ApiError, invalid
 from router.gateway.http import body_as, count, respond
 from router.gateway.openapi import body_of
+from router.gateway.plans import plans
 from router.gateway.response_items import FIELDS, GOES_ON, listed, own_items, stored_items, to_chat
 from router.gateway.responses import ResponsesAnswer
 from router.gateway.schemas.chat import ChatRequest
@@ -50,7 +51,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
             jobs = await service.chat(chat)
         answer, pieces = ResponsesAnswer(wanted, jobs, service.text, items, keep), service.pieces(jobs)
         if not wanted.background:
-            return await respond(request, pieces, answer, bool(wanted.stream))
+            return await respond(request, pieces, answer, bool(wanted.stream), plans(request, jobs))
         background.start(answer, pieces)
         count(request, "ok")
         return JSONResponse(answer.response())

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from router.gateway.errors import ApiError, failed, overloaded, unavailable
 from router.gateway.messages import MessagesAnswer, error_body, to_chat
 from router.gateway.schemas.common import parse
-from router.gateway.schemas.messages import CountTokensRequest, MessagesRequest
+from router.gateway.schemas.messages import CountTokensRequest, MessagesError, MessagesRequest
 from tests.router.scripted import (
     CACHED_TOKENS,
     JOBS,
@@ -301,6 +301,8 @@ async def test_errors_have_anthropics_shape() -> None:
                 async with client.messages.stream(model=MODEL, max_tokens=10, messages=CHAT) as stream:
                     await stream.until_done()
             assert broken.value.type == "overloaded_error"
+            sent = broken.value.response.headers["x-request-id"]
+            assert broken.value.body["request_id"] == sent  # type: ignore[index]
             with pytest.raises(anthropic.NotFoundError, match="other"):
                 await client.messages.count_tokens(model="other", messages=CHAT)
             with pytest.raises(anthropic.BadRequestError, match="max_tokens: more than"):
@@ -308,7 +310,7 @@ async def test_errors_have_anthropics_shape() -> None:
         async with httpx.AsyncClient(base_url=served.url, verify=False) as http:
             answer = await http.post("/v1/messages", content=b"{")
             assert answer.status_code == 400
-            assert answer.json()["type"] == "error"
+            MessagesError.model_validate(answer.json())
             assert answer.json()["error"]["type"] == "invalid_request_error"
             assert "not valid JSON" in answer.json()["error"]["message"]
 

@@ -1,4 +1,4 @@
-"""Request bodies of Anthropic's Messages API."""
+"""Bodies of Anthropic's Messages API: of requests, and of errors."""
 
 from __future__ import annotations
 
@@ -134,3 +134,18 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class MessagesErrorObject(Strict):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesError(Strict):
+    """The body of every answer that is an error, and of an event that is one."""
+
+    type: Literal["error"]
+    error: MessagesErrorObject
+    request_id: str | None
