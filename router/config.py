@@ -75,6 +75,10 @@ class GatewayConfig(BaseModel):
         "auto", description="how calls in answers are read; auto takes what the chat template shows"
     )
     reasoning_parser: str = Field("auto", description="how reasoning in answers is read; none leaves it in the text")
+    max_stored_responses: int = Field(
+        1000, ge=0, description="responses of /v1/responses that a gateway remembers; the oldest are forgotten first"
+    )
+    max_stored_bytes: int = Field(64 * 2**20, ge=0, description="memory that these take at most, with their inputs")
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")
 
     @field_validator("chat_template")

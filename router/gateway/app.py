@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,23 +14,17 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from router.config import GatewayConfig
-from router.gateway import request_id
+from router.gateway import request_id, routes_messages, routes_responses, routes_tokens
 from router.gateway.answers import ChatAnswer, CompletionAnswer
 from router.gateway.errors import ApiError, invalid, unavailable
 from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, count, respond
-from router.gateway.jobs import Job
 from router.gateway.middleware import Bugs, RequestIds
 from router.gateway.openapi import ERRORS, body_of, document
-from router.gateway.routes_tokens import token_routes
+from router.gateway.plans import PLAN_HEADER, plans
 from router.gateway.schemas.chat import ChatRequest
 from router.gateway.schemas.completions import CompletionRequest
 from router.gateway.service import Service
 
-PLAN_HEADER = "x-headwater-plan"
-"""With it in a request, the response has one, too: the plans that were made for its prompts, as JSON."""
-MAX_PLANS, MAX_PLAN_HEADER = 16, 4096
-"""Prompts whose plans are shown, the latest of each; if that is longer than so many bytes, only the first prompt's last
-plan is. Proxies and clients limit the size of headers."""
 CORS_MAX_AGE_S = 600
 """How long a browser may remember what it was allowed."""
 
@@ -55,7 +47,9 @@ def create_app(
     _pass_through(app, config.cors_origins)
     app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
     app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
-    app.include_router(token_routes(service, check_ready), responses=ERRORS)
+    app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
+    app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
+    app.include_router(routes_messages.routes(service, check_ready))
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
 
@@ -159,18 +153,3 @@ def _model(service: Service) -> dict[str, Any]:
         "owned_by": "headwater",
         "max_model_len": limits.max_model_len,
     }
-
-
-def plans(request: Request, jobs: list[Job]) -> Callable[[], dict[str, str]]:
-    """For `headers=` of `respond`: the plans that have been made by then, if the client asked for them."""
-
-    def headers() -> dict[str, str]:
-        if PLAN_HEADER not in request.headers:
-            return {}
-        for shown in (MAX_PLANS, 1):
-            text = json.dumps([[asdict(plan) for plan in job.prompt.plans[-shown:]] for job in jobs[:shown]])
-            if len(text) <= MAX_PLAN_HEADER:
-                break
-        return {PLAN_HEADER: text}
-
-    return headers

@@ -20,11 +20,11 @@ from router.gateway.schemas.tokens import DetokenizeRequest, TokenizeRequest
 from router.gateway.service import Service
 
 
-def token_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
+def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     """The routes over a service."""
-    routes = APIRouter()
+    router = APIRouter()
 
-    @routes.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
+    @router.post("/v1/embeddings", openapi_extra=body_of(EmbeddingRequest))
     async def embeddings(request: Request) -> Response:
         check_ready()
         wanted = await body_as(EmbeddingRequest, request)
@@ -32,7 +32,7 @@ def token_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter
         count(request, "ok")
         return JSONResponse(body)
 
-    @routes.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
+    @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         wanted = await body_as(TokenizeRequest, request)
         service.check_model(wanted.model)
@@ -40,7 +40,7 @@ def token_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter
         count(request, "ok")
         return JSONResponse(body)
 
-    @routes.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
+    @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         wanted = await body_as(DetokenizeRequest, request)
         service.check_model(wanted.model)
@@ -49,7 +49,7 @@ def token_routes(service: Service, check_ready: Callable[[], None]) -> APIRouter
         count(request, "ok")
         return JSONResponse({"prompt": text})
 
-    return routes
+    return router
 
 
 def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:

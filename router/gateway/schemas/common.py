@@ -147,6 +147,11 @@ def parse(kind: type[R], body: bytes) -> R:
         raise invalid(f"the body is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise invalid(f"the body must be a JSON object, not {type(data).__name__}")
+    return validate(kind, data)
+
+
+def validate(kind: type[R], data: dict[str, Any]) -> R:
+    """Decoded JSON as `kind`. Raises ApiError 400 naming the field, the value and the limit."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -159,7 +164,7 @@ def _explain(error: ValidationError, data: dict[str, Any]) -> ApiError:
     problems = error.errors(include_url=False)
     first = problems[0]["loc"][0] if problems[0]["loc"] else None
     problem = max((one for one in problems if one["loc"][:1] == (first,)), key=lambda one: _depth(one, data))
-    path = ".".join(str(part) for part in _real_path(problem["loc"], data))
+    path = ".".join(str(part) for part in _real_path(problem, data))
     if problem["type"] == "missing":
         return invalid(f"{path}: required, but missing", path)
     if problem["type"] == "extra_forbidden":
@@ -170,15 +175,17 @@ def _explain(error: ValidationError, data: dict[str, Any]) -> ApiError:
 
 
 def _depth(problem: Any, data: dict[str, Any]) -> int:
-    return len(_real_path(problem["loc"], data))
+    return len(_real_path(problem, data))
 
 
-def _real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
-    """The parts of a pydantic location that exist in the data; the others name union members. The last part of a
-    location within an object stays even where the key is missing."""
+def _real_path(problem: Any, data: Any) -> list[int | str]:
+    """The parts of a problem's location that exist in the data, and the name of a field that is missing there; the
+    others name members of unions."""
     path: list[int | str] = []
-    for part in location:
-        if isinstance(data, dict) and isinstance(part, str):
+    location = problem["loc"]
+    for place, part in enumerate(location, 1):
+        missing = problem["type"] == "missing" and place == len(location)
+        if isinstance(data, dict) and isinstance(part, str) and (part in data or missing):
             path.append(part)
             data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
