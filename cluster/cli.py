@@ -98,7 +98,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
     import ray
 
-    from cluster.launch import STOP_S, Cluster, connect, disconnect
+    from cluster.connection import STOP_S, connect, disconnect
     from cluster.models import served_name
 
     status = _errors.status("starting Ray")
@@ -106,6 +106,8 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         with status:
             connect(address)
             interruptible()  # Ray has installed its own
+            from cluster.launch import Cluster
+
             cluster = Cluster(settings, path)
             cluster.start(progress=status.update)
         on_signals(lambda *_: stop.put(None))
@@ -199,7 +201,7 @@ def status(
     import ray
 
     from cluster import status as workers
-    from cluster.launch import DEFAULT_NAME, connect
+    from cluster.connection import DEFAULT_NAME, connect
 
     try:
         connect(address)
