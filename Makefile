@@ -38,8 +38,8 @@ lint: $(STAMP) ## ruff, mypy and the import contract
 test: setup lint ## lint, types and the tests; pass pytest flags in ARGS
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: setup ## the tests that take minutes
-	$(BIN)/python -m pytest -m long $(ARGS)
+test-long: setup ## the tests that take minutes, and the property tests with many more examples
+	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
 
 clean: ## remove .venv and what the tools leave (the model cache stays)
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -54,6 +54,15 @@ def serve(
     gateways: Annotated[int | None, typer.Option(help="number of gateways, on ports one after another")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port to listen on")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="file with a chat template, instead of the model's")
+    ] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="auto, hermes, llama3, mistral or pythonic: how tool calls in answers are read")
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None, typer.Option(help="auto, think or none: how reasoning in answers is read")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="memory of a worker's KV pool, such as 1GiB")] = None,
@@ -74,6 +83,9 @@ def serve(
         "gateway.replicas": gateways,
         "gateway.host": host,
         "gateway.port": port,
+        "gateway.chat_template": chat_template.resolve() if chat_template is not None else None,
+        "gateway.tool_parser": tool_parser,
+        "gateway.reasoning_parser": reasoning_parser,
         "worker.dtype": dtype,
         "worker.device": device,
         "worker.kv_memory": kv_memory,
@@ -98,7 +110,7 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
     import ray
 
-    from cluster.launch import STOP_S, Cluster, connect, disconnect
+    from cluster.connection import STOP_S, connect, disconnect
     from cluster.models import served_name
 
     status = _errors.status("starting Ray")
@@ -106,6 +118,8 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         with status:
             connect(address)
             interruptible()  # Ray has installed its own
+            from cluster.launch import Cluster
+
             cluster = Cluster(settings, path)
             cluster.start(progress=status.update)
         on_signals(lambda *_: stop.put(None))
@@ -199,7 +213,7 @@ def status(
     import ray
 
     from cluster import status as workers
-    from cluster.launch import DEFAULT_NAME, connect
+    from cluster.connection import DEFAULT_NAME, connect
 
     try:
         connect(address)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from pydantic import SecretStr
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster import telemetry
 from cluster.config import ClusterConfig
-from cluster.errors import UserError
+from cluster.connection import DEFAULT_NAME, STOP_S, LaunchError, share
 from cluster.models import served_name
 from router.gateway.actor import Gateway
 from router.view import DECODE, PREFILL
@@ -31,71 +27,11 @@ from transfer.messages import Peer, WorkerStatus
 from workers.actor import Worker
 from workers.config import WorkerConfig
 
-DEFAULT_NAME = "headwater"
-OBJECT_STORE_BYTES = 100 * 2**20
-"""Requests and tokens travel inline; the object store stays almost empty."""
 MAX_CONCURRENCY = 100_000
 """Calls of an actor that may be open at a time: requests wait in them, and an abort must never queue behind those."""
-CONNECT_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 600.0
 DRAIN_END_S = 1.5
 """What a drain may take beyond the time that requests are given: the end of the HTTP server."""
-STOP_S = 4.0
-"""Bound of everything that follows when requests have had their time: `DRAIN_END_S`, workers, Ray and its processes."""
-KILL_S = 0.5
-"""How long killed processes may take to vanish."""
-
-
-class LaunchError(UserError):
-    """The cluster could not start; one line that says why."""
-
-
-def connect(address: str | None) -> None:
-    """Join the Ray cluster at `address`, or start one here. Raises LaunchError when it cannot be reached."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, Any] = {"namespace": DEFAULT_NAME, "logging_level": "error", "log_to_driver": True}
-    options["runtime_env"] = {"worker_process_setup_hook": "cluster.logs.setup"}
-    if address is None:
-        options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    else:
-        _check_reachable(address)
-        options["address"] = address
-    try:
-        ray.init(**options)
-    except SystemExit:  # Ray's own handler of SIGTERM, which it installs before it has started
-        raise KeyboardInterrupt from None
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = address or "local"
-        raise LaunchError(f"Ray cluster {where} cannot be reached: {' '.join(str(error).split())[:300]}") from None
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes to reach an address where nobody listens."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise LaunchError(f"Ray cluster {address} cannot be reached: {error}") from None
-
-
-def disconnect(until: float | None = None) -> None:
-    """Leave Ray. A local cluster ends with every process that it started here; what is still there at about `until`
-    (monotonic; default: `STOP_S` from now) is killed."""
-    until = time.monotonic() + STOP_S if until is None else until
-    processes = psutil.Process().children(recursive=True)
-    ray.shutdown()  # has bounds of its own: a second for each of Ray's processes
-    _, alive = psutil.wait_procs(processes, timeout=_share(until))
-    for process in alive:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(alive, timeout=KILL_S)
-
-
-def _share(until: float) -> float:
-    """What one of several steps may take that must all be over at `until`: half of what is left."""
-    return max(0.0, until - time.monotonic()) / 2
 
 
 class Cluster:
@@ -180,7 +116,7 @@ class Cluster:
                 ray.kill(gateway)
         workers, self._actors = list(self._actors.values()), {}
         if workers:
-            ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=_share(until))
+            ray.wait([one.stop.remote() for one in workers], num_returns=len(workers), timeout=share(until))
         for one in workers:
             ray.kill(one)
 

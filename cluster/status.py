@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 
 from cluster.config import gateway_names
-from cluster.launch import LaunchError
+from cluster.connection import LaunchError
 from router.config import MAX_GATEWAYS
 from transfer.messages import WorkerStatus
 

@@ -15,7 +15,8 @@ from cluster.bench.load import Run, Target, send, single
 from cluster.bench.report import Report, medians
 from cluster.bench.workload import Words, Work, Workload
 from cluster.config import ClusterConfig, on_this_machine
-from cluster.launch import STOP_S, Cluster, connect, disconnect
+from cluster.connection import STOP_S, connect, disconnect
+from cluster.launch import Cluster
 from cluster.models import resolve, served_name
 from cluster.signals import interruptible, on_signals
 

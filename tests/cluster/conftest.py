@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cluster.config import ClusterConfig, load, on_this_machine
-from cluster.launch import Cluster, connect, disconnect
+from cluster.connection import connect, disconnect
+from cluster.launch import Cluster
 from cluster.models import DEFAULT_MODEL, resolve
 from tests import model_zoo
 
@@ -72,6 +73,17 @@ def launch(local_ray: None) -> Iterator[Launch]:
 def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
     """One prefill and one decode worker over SmolLM2, for tests that leave no traces."""
     made = Cluster(settings(worker__max_model_len=PAIR_CONTEXT), smollm, "test-pair")
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def narrow(local_ray: None, tiny: Path) -> Iterator[Cluster]:
+    """One prefill and one decode worker over the tiny model, where one request runs on each and one waits. As by
+    default, the decode worker computes what is short."""
+    flags = {"worker.kv_memory": "8MiB", "worker.max_waiting": 1, "worker.max_running": 1, "router.local_tokens": 512}
+    made = Cluster(settings(**{"model.name": str(tiny), **flags}), tiny, "test-narrow")
     made.start()
     yield made
     made.stop()

@@ -17,8 +17,9 @@ import pytest
 import ray
 from transformers import BertConfig
 
-from tests.cluster.checks import alive
+from tests.cluster.checks import alive, post
 from tests.cluster.conftest import free_port
+from tests.cluster.test_failures import Judge
 
 HEADWATER = [str(Path(sys.executable).parent / "headwater")]
 
@@ -70,7 +71,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny: Path) -> Iterator[Served]:
-    made = Served("--model", str(tiny), "--kv-memory", "64MiB")
+    made = Served("--model", str(tiny), "--kv-memory", "64MiB", "--prefill", "0", "--decode", "0", "--both", "1")
     yield made
     if made.process.poll() is None:
         made.stop(signal.SIGTERM)
@@ -88,14 +89,22 @@ def test_serve_prints_lines_that_work_when_pasted(served: Served) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_one_worker_with_both_roles_answers_as_the_reference_does(served: Served, tiny: Path) -> None:
+    judge, prompts = Judge(tiny), [[number] * 40 + list(range(number, number + 60)) for number in range(4)]
+    for prompt in [*prompts, *prompts]:  # cold and warm
+        wanted = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = post(f"http://127.0.0.1:{served.port}/v1/completions", {**wanted, "return_token_ids": True})
+        assert answer.status_code == 200, answer.text
+        ids = answer.json()["choices"][0]["token_ids"]
+        assert len(ids) == 12
+        assert judge.right(prompt, ids)
+
+
 def test_status_as_json(served: Served) -> None:
     done = run("status", "--json")
     assert done.returncode == 0, done.stderr
     workers = json.loads(done.stdout)["workers"]
-    assert [(one["name"], one["role"], one["state"]) for one in workers] == [
-        ("prefill-0", "prefill", "ready"),
-        ("decode-0", "decode", "ready"),
-    ]
+    assert [(one["name"], one["role"], one["state"]) for one in workers] == [("both-0", "both", "ready")]
     for one in workers:
         assert {"node", "pid", "model", "running", "waiting", "hit_rate"} <= one.keys()
         assert {"total", "free", "cached", "pinned", "quarantined"} <= one["blocks"].keys()
@@ -104,7 +113,7 @@ def test_status_as_json(served: Served) -> None:
 
 def test_status_as_a_table(served: Served) -> None:
     done = run("status")
-    assert "prefill-0" in done.stdout
+    assert "both-0" in done.stdout
     assert "quarantined" in done.stdout
 
 
@@ -127,8 +136,9 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None
     assert served.left_over() == []
 
 
+@pytest.mark.long
 def test_ctrl_c_stops_everything_in_time(tiny: Path) -> None:
-    served = Served("--model", str(tiny), "--kv-memory", "64MiB", "--prefill", "0", "--decode", "0", "--both", "1")
+    served = Served("--model", str(tiny), "--kv-memory", "64MiB")
     code, seconds = served.stop(signal.SIGINT)
     assert code == 0
     assert seconds < 10

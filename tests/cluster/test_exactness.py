@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance
 from tests.cluster.conftest import Launch
-from tests.cluster.prompts import NEW_TOKENS, Case, cases
+from tests.cluster.prompts import FEW_TOKENS, MANY_TOKENS, Case, all_prompts, cases, some_prompts
 from tests.workers.drive import answers as engine_answers
 from tests.workers.drive import engine, request
 
@@ -23,14 +23,19 @@ TOPOLOGIES = {
 
 
 @pytest.fixture(scope="session")
+def some(smollm: Path) -> list[Case]:
+    return cases(smollm, some_prompts(smollm), FEW_TOKENS)
+
+
+@pytest.fixture(scope="session")
 def reference(smollm: Path) -> list[Case]:
-    return cases(smollm)
+    return cases(smollm, all_prompts(smollm), MANY_TOKENS)
 
 
-async def ask(client: AsyncOpenAI, prompt: Sequence[int], stream: bool, **parameters: object) -> list[int]:
+async def ask(client: AsyncOpenAI, prompt: Sequence[int], tokens: int, stream: bool, **more: object) -> list[int]:
     """The ids that the cluster answers with."""
-    extra = {"ignore_eos": True, "return_token_ids": True, "top_k": parameters.pop("top_k", 0)}
-    wanted = {"model": MODEL, "prompt": list(prompt), "max_tokens": NEW_TOKENS, "temperature": 0, **parameters}
+    extra = {"ignore_eos": True, "return_token_ids": True, "top_k": more.pop("top_k", 0)}
+    wanted = {"model": MODEL, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, **more}
     if not stream:
         answer = await client.completions.create(**wanted, extra_body=extra)  # type: ignore[call-overload]
         return list(answer.choices[0].model_extra["token_ids"])
@@ -41,24 +46,20 @@ async def ask(client: AsyncOpenAI, prompt: Sequence[int], stream: bool, **parame
     return ids
 
 
-def ask_all(cluster: Cluster, prompts: Sequence[Sequence[int]], at_once: int, stream: bool, **more: object) -> list:
-    """Every prompt's ids, `at_once` requests under way at a time."""
+def check(cluster: Cluster, some: Sequence[Case], at_once: int, stream: bool, **parameters: object) -> None:
+    """Every case is answered as it should be, `at_once` requests under way at a time."""
 
     async def run() -> list[list[int]]:
         gate = asyncio.Semaphore(at_once)
         async with AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=600, max_retries=0) as client:
 
-            async def one(prompt: Sequence[int]) -> list[int]:
+            async def one(case: Case) -> list[int]:
                 async with gate:
-                    return await ask(client, prompt, stream, **more)
+                    return await ask(client, case.prompt, len(case.answer), stream, **parameters)
 
-            return await asyncio.gather(*(one(prompt) for prompt in prompts))
+            return await asyncio.gather(*map(one, some))
 
-    return asyncio.run(run())
-
-
-def check(cluster: Cluster, some: Sequence[Case], at_once: int, stream: bool) -> None:
-    found = ask_all(cluster, [case.prompt for case in some], at_once, stream)
+    found = asyncio.run(run())
     wrong = [len(case.prompt) for case, ids in zip(some, found, strict=True) if tuple(ids) != case.answer]
     assert not wrong, f"prompts of {wrong} tokens are answered differently"
 
@@ -77,35 +78,27 @@ def sampled(smollm: Path) -> list[Case]:
     return [Case(tuple(prompt), tuple(ids)) for prompt, ids in zip(prompts, found, strict=True)]
 
 
-@pytest.mark.parametrize("topology", ["1P1D", "both", pytest.param("2P2D", marks=pytest.mark.long)])
-def test_cold_warm_alone_together_and_sampled(
-    launch: Launch, pair: Cluster, smollm: Path, reference: list[Case], sampled: list[Case], topology: str
-) -> None:
-    """The pair is as good as new: of these prompts, others ask it at most for what all chats begin with."""
-    cluster = pair if topology == "1P1D" else launch(smollm, **TOPOLOGIES[topology])
-    some = reference if topology == "1P1D" else reference[1::3]
+def check_cold_warm_alone_together_and_sampled(cluster: Cluster, some: list[Case], sampled: list[Case]) -> None:
     check(cluster, some, at_once=8, stream=True)  # some start while others are answered
     check(cluster, some, at_once=len(some), stream=False)
-    check(cluster, reference[4:5], at_once=1, stream=True)
-    check_sampled(cluster, sampled)
+    check(cluster, some[4:5], at_once=1, stream=True)
+    for at_once, stream in ((6, True), (2, False)):  # what a seed draws depends on the request alone
+        check(cluster, sampled, at_once, stream, **SAMPLING)
     assert_balance(cluster)
-    if cluster is not pair:
-        cluster.stop()
 
 
-def check_sampled(cluster: Cluster, sampled: list[Case]) -> None:
-    """What a seed draws depends on the request alone."""
-    prompts = [case.prompt for case in sampled]
-    for at_once, stream in ((6, True), (2, False)):
-        found = ask_all(cluster, prompts, at_once, stream, max_tokens=SAMPLED_TOKENS, **SAMPLING)
-        assert [tuple(ids) for ids in found] == [case.answer for case in sampled]
+def test_cold_warm_alone_together_and_sampled(pair: Cluster, some: list[Case], sampled: list[Case]) -> None:
+    """The pair is as good as new: of these prompts, others ask it at most for what all chats begin with."""
+    check_cold_warm_alone_together_and_sampled(pair, some, sampled)
 
 
-@pytest.mark.parametrize("topology", ["1P1D", pytest.param("both", marks=pytest.mark.long)])
-def test_small_chunks_without_cache(launch: Launch, smollm: Path, reference: list[Case], topology: str) -> None:
-    cluster = launch(smollm, worker__step_tokens=64, worker__prefix_cache=False, **TOPOLOGIES[topology])
-    check(cluster, reference[2:6] + reference[6::6], at_once=8, stream=topology == "both")
-    assert_balance(cluster)
+@pytest.mark.long
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_cold_warm_alone_together_and_sampled_everywhere(
+    launch: Launch, smollm: Path, reference: list[Case], sampled: list[Case], topology: str
+) -> None:
+    cluster = launch(smollm, **TOPOLOGIES[topology])
+    check_cold_warm_alone_together_and_sampled(cluster, reference, sampled)
     cluster.stop()
 
 

@@ -1,22 +1,16 @@
-"""What clients see when they leave, and when all of a role or the gateway die: no wrong token, no hang, no leak.
+"""What clients see when they leave, ask for what cannot be or for too much: no wrong token, no hang, no leak.
 
-Workers that die one at a time are in test_faults.py.
+Workers that die one at a time are in test_faults.py, a gateway and all of a role in test_routing.py.
 """
 
 import asyncio
-import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import httpx
-import openai
 import psutil
 import pytest
-import ray
 import torch
-from openai import OpenAI
 from transformers import AutoModelForCausalLM
 
 from cluster.launch import Cluster
@@ -30,22 +24,6 @@ LIMIT_OVER_BUDGET = int(1.2 * 2**30)
 
 def body(prompt: list[int], tokens: int, **more: object) -> dict:
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
-
-
-def pid(cluster: Cluster, name: str) -> int:
-    return next(one.pid for one in statuses(cluster) if one.name == name)
-
-
-@pytest.fixture(scope="module")
-def quads(launch: Launch, tiny: Path) -> Cluster:
-    """The test that kills its workers comes last."""
-    return launch(tiny, prefill__replicas=2, decode__replicas=2, worker__kv_memory="48MiB")
-
-
-@pytest.fixture(scope="module")
-def narrow(launch: Launch, tiny: Path) -> Cluster:
-    """One request at a time on each worker, and one that waits. The last test kills its gateway."""
-    return launch(tiny, worker__kv_memory="64MiB", worker__max_waiting=1, worker__max_running=1)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -70,21 +48,19 @@ class Judge:
         return bool((logits.max(dim=1).values - chosen < 1e-3).all())
 
 
-def test_random_requests_get_right_answers_or_proper_errors(quads: Cluster, tiny: Path) -> None:
-    """300 requests of 1 to 1,800 tokens, a third cut by their clients, a fifth invalid; memory stays in its budget."""
-    check_random_requests(quads, MODEL, VOCABULARY, Judge(tiny), weights=0)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_random_requests_on_the_default_model(launch: Launch, smollm: Path) -> None:
     cluster = launch(smollm)
     weights = sum(file.stat().st_size for file in smollm.glob("*.safetensors"))
-    check_random_requests(cluster, "smollm2-135m-instruct", 40000, Judge(smollm), weights)
+    check_random_requests(cluster, "smollm2-135m-instruct", 40000, Judge(smollm), weights, count=300)
     cluster.stop()
 
 
-def check_random_requests(cluster: Cluster, model: str, vocabulary: int, judge: Judge, weights: int) -> None:
+def check_random_requests(
+    cluster: Cluster, model: str, vocabulary: int, judge: Judge, weights: int, count: int
+) -> None:
+    """Requests of 1 to 1,800 tokens, a third cut by their clients, a fifth invalid; memory stays in its budget."""
     draw = random.Random(11)
     texts = [[draw.randrange(vocabulary) for _ in range(1800)] for _ in range(6)]
     peaks: dict[str, int] = {}
@@ -132,7 +108,7 @@ def check_random_requests(cluster: Cluster, model: str, vocabulary: int, judge: 
                         rss = psutil.Process(one.pid).memory_info().rss
                         peaks[one.name] = max(peaks.get(one.name, 0), rss)
 
-            await asyncio.gather(*(limited(number) for number in range(300)))
+            await asyncio.gather(*(limited(number) for number in range(count)))
 
     asyncio.run(run())
     assert_balance(cluster)
@@ -140,22 +116,6 @@ def check_random_requests(cluster: Cluster, model: str, vocabulary: int, judge: 
     budget = weights + cluster.config.worker.kv_memory + LIMIT_OVER_BUDGET
     assert len(peaks) == len(cluster.config.workers)
     assert max(peaks.values()) <= budget, peaks
-
-
-def test_without_a_role_the_answer_is_503_at_once(quads: Cluster) -> None:
-    """Last of the tests that share this cluster."""
-    for one in statuses(quads):
-        if one.role == "decode":
-            os.kill(one.pid, signal.SIGKILL)
-    until = time.monotonic() + 5
-    while httpx.get(f"{quads.url}/ready").status_code != 503:
-        assert time.monotonic() < until
-    start = time.monotonic()
-    answer = httpx.post(f"{quads.url}/v1/completions", json=body([1, 2, 3], 4), timeout=10)
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
-    assert time.monotonic() - start < 1
-    assert httpx.get(f"{quads.url}/v1/models").status_code == 503
-    assert httpx.get(f"{quads.url}/health").status_code == 200
 
 
 def test_a_full_queue_is_429_at_once(narrow: Cluster) -> None:
@@ -169,18 +129,3 @@ def test_a_full_queue_is_429_at_once(narrow: Cluster) -> None:
     assert all(one.headers["retry-after"] for one in found if one.status_code == 429)
     assert_balance(narrow)
     assert_alive(narrow, MODEL)
-
-
-def test_a_gateway_killed_in_mid_stream_frees_the_workers(narrow: Cluster) -> None:
-    """Last of the tests that share this cluster."""
-    gateway = ray.get(narrow.gateways[0].ping.remote())
-    client = OpenAI(base_url=f"{narrow.url}/v1", api_key="none", max_retries=0, timeout=30)
-    stream = client.completions.create(model=MODEL, prompt=[1, 2, 3], max_tokens=1500, stream=True)
-    next(iter(stream))
-    os.kill(gateway, signal.SIGKILL)
-    with pytest.raises(openai.APIConnectionError):
-        list(stream)
-    until = time.monotonic() + 3
-    while any(one.running or one.waiting for one in statuses(narrow)):
-        assert time.monotonic() < until, "the workers still work for nobody"
-        time.sleep(0.05)

@@ -439,14 +439,13 @@ POINTS = {
     "D, its first token is there": ("decode", Fault("tokens")),
     "D, in the middle of its answer": ("decode", Fault("tokens", skip=6)),
 }
-TOGETHER = [
-    ("P, in the middle of its writes", "D, in the middle of its answer"),
-    ("P, the manifest is posted", "D, the manifest is judged"),
-]
-ALONE = [pytest.param((point,), marks=pytest.mark.long) for point in POINTS]
+TOGETHER = ("P, in the middle of its writes", "D, in the middle of its answer")
+OTHERS = [("P, the manifest is posted", "D, the manifest is judged"), *((point,) for point in POINTS)]
 
 
-@pytest.mark.parametrize("points", [*TOGETHER, *ALONE], ids=" and ".join)
+@pytest.mark.parametrize(
+    "points", [TOGETHER, *(pytest.param(points, marks=pytest.mark.long) for points in OTHERS)], ids=" and ".join
+)
 def test_workers_killed_and_started_again(scene: Scene, points: tuple[str, ...]) -> None:
     faults = [scene.once(replace(POINTS[point][1], signal=signal.SIGKILL)) for point in points]
     for point, fault in zip(points, faults, strict=True):

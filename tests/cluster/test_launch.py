@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.launch import Cluster, LaunchError, check_layouts, share_cores
+from cluster.connection import LaunchError
+from cluster.launch import Cluster, check_layouts, share_cores
 from tests.cluster.conftest import settings
 from transfer.layout import KVLayout, LayerGeometry
 from transfer.messages import Peer

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from cluster.launch import Cluster
-from tests.cluster.checks import assert_balance, statuses
+from tests.cluster.checks import assert_balance, post, statuses
 from tests.cluster.conftest import Launch
 from tests.cluster.test_failures import VOCABULARY, Judge
 from transfer.messages import Request, SamplingParams, WorkerStatus, pack_tokens
@@ -18,12 +18,6 @@ MODEL = "tiny-llama"
 BLOCK = 16
 STEP = 512
 OUTPUT = 20
-
-
-@pytest.fixture(scope="module")
-def conditional(launch: Launch, tiny: Path) -> Cluster:
-    """As by default: decode workers compute what is short."""
-    return launch(tiny, worker__kv_memory="8MiB", router__local_tokens=512)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +38,7 @@ def words(seed: int, count: int) -> list[int]:
 def ask(cluster: Cluster, judge: Judge, prompt: list[int], output: int = OUTPUT) -> tuple[list[int], int]:
     """The answer, which must be right, and how many prompt tokens were cached."""
     wanted = {"model": MODEL, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json={**wanted, "return_token_ids": True}, timeout=60)
+    answer = post(f"{cluster.url}/v1/completions", {**wanted, "return_token_ids": True})
     assert answer.status_code == 200, answer.text
     body = answer.json()
     ids = body["choices"][0]["token_ids"]
@@ -57,53 +51,53 @@ def now(cluster: Cluster) -> dict[str, WorkerStatus]:
     return {one.name: one for one in statuses(cluster)}
 
 
-def test_short_prompts_are_computed_where_they_are_answered(conditional: Cluster, judge: Judge) -> None:
-    before = now(conditional)
-    ask(conditional, judge, words(1, 100))
-    after = now(conditional)
+def test_short_prompts_are_computed_where_they_are_answered(narrow: Cluster, judge: Judge) -> None:
+    before = now(narrow)
+    ask(narrow, judge, words(1, 100))
+    after = now(narrow)
     assert after["prefill-0"].cache.new_tokens == before["prefill-0"].cache.new_tokens
     assert after["decode-0"].cache.new_tokens == before["decode-0"].cache.new_tokens + 100
     assert after["prefill-0"].transfer.sent_bytes == before["prefill-0"].transfer.sent_bytes
 
 
-def test_long_prompts_are_handed_over_and_what_follows_them_is_not(conditional: Cluster, judge: Judge) -> None:
-    before = now(conditional)
+def test_long_prompts_are_handed_over_and_what_follows_them_is_not(narrow: Cluster, judge: Judge) -> None:
+    before = now(narrow)
     prompt = words(2, 900)
-    answer, cached = ask(conditional, judge, prompt)
+    answer, cached = ask(narrow, judge, prompt)
     assert cached == 0
-    middle = now(conditional)
+    middle = now(narrow)
     assert middle["prefill-0"].cache.new_tokens == before["prefill-0"].cache.new_tokens + 900
     sent = middle["prefill-0"].transfer.sent_bytes - before["prefill-0"].transfer.sent_bytes
     assert sent == -(-900 // BLOCK) * BLOCK * middle["prefill-0"].token_bytes
     # The next turn: all but what is new is on the decode worker.
     turn = [*prompt, *answer, *words(3, 40)]
-    _, cached = ask(conditional, judge, turn)
+    _, cached = ask(narrow, judge, turn)
     assert cached >= (900 + OUTPUT - 1) // BLOCK * BLOCK
-    after = now(conditional)
+    after = now(narrow)
     assert after["prefill-0"].transfer.sent_bytes == middle["prefill-0"].transfer.sent_bytes
     assert after["prefill-0"].cache.new_tokens == middle["prefill-0"].cache.new_tokens
-    assert_balance(conditional)
+    assert_balance(narrow)
 
 
 def test_a_decode_worker_that_has_lost_the_prefix_refuses_and_the_answer_is_right(
-    conditional: Cluster, judge: Judge
+    narrow: Cluster, judge: Judge
 ) -> None:
     """The router believes that it lacks 10 tokens; work that the router has not seen has filled its pool meanwhile."""
     prompt = words(4, 900)
-    ask(conditional, judge, prompt)
-    worker, pool = conditional.worker("decode-0"), now(conditional)["decode-0"].blocks["total"]
+    ask(narrow, judge, prompt)
+    worker, pool = narrow.worker("decode-0"), now(narrow)["decode-0"].blocks["total"]
     sampling = SamplingParams(1, temperature=0.0)
     for seed in range(pool * BLOCK // 1800 + 2):
         other = Request(
-            f"other-{seed}", pack_tokens(words(100 + seed, 1800)), sampling, conditional.config.gateways[0], 60.0
+            f"other-{seed}", pack_tokens(words(100 + seed, 1800)), sampling, narrow.config.gateways[0], 60.0
         )
         assert ray.get(worker.generate.remote(other, None), timeout=60).status == "done"
-    before = now(conditional)
-    _, cached = ask(conditional, judge, [*prompt, *words(999, 10)])
-    after = now(conditional)
+    before = now(narrow)
+    _, cached = ask(narrow, judge, [*prompt, *words(999, 10)])
+    after = now(narrow)
     assert after["decode-0"].transfer.accepted == before["decode-0"].transfer.accepted + 1
     assert cached >= 900 // BLOCK * BLOCK  # on the prefill worker
-    assert_balance(conditional)
+    assert_balance(narrow)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.config import RouterConfig
@@ -100,7 +100,6 @@ def test_when_every_decode_worker_is_avoided_both_can_answer() -> None:
     assert {route.plan(chain([number] * 50), 50, True, avoid).prefill for number in range(20)} == {"both-0"}
 
 
-@settings(deadline=None)  # the first one makes everything
 @given(st.lists(st.tuples(st.integers(1, 500), st.booleans(), st.booleans()), max_size=60))
 def test_counts_return_to_zero_however_requests_end(requests: list[tuple[int, bool, bool]]) -> None:
     route, view = router(both=1)

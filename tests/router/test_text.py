@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -53,7 +53,6 @@ def test_joined_pieces_equal_the_full_decode(request: pytest.FixtureRequest, kin
         assert stream(text, tokens[:cut], [])[0] == text.decode(tokens[:cut])
 
 
-@settings(max_examples=200, deadline=None)
 @given(tokens=st.lists(st.integers(0, 49151), max_size=40))
 def test_any_tokens_give_the_full_decode(bpe: Text, tokens: list[int]) -> None:
     joined = stream(bpe, tokens, [])[0]
@@ -61,7 +60,6 @@ def test_any_tokens_give_the_full_decode(bpe: Text, tokens: list[int]) -> None:
     joined.encode()
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_nothing_comes_out_from_a_stop_string_on(bpe: Text, data: st.DataObject) -> None:
     words = data.draw(st.text(alphabet="ABCDEF ", min_size=1, max_size=40))

@@ -6,7 +6,7 @@ import itertools
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from transfer.layout import DTYPE_BYTES, KVLayout, LayerGeometry
 from workers.kv.memory import DTYPES, KVMemory, runs
@@ -36,7 +36,6 @@ def test_regions_tile_the_pool(layout: KVLayout) -> None:
 
 
 @given(layouts)
-@settings(max_examples=30)
 def test_views_cover_every_byte_once(layout: KVLayout) -> None:
     memory = KVMemory(layout, torch.device("cpu"))
     memory.flat.zero_()

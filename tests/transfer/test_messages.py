@@ -7,7 +7,7 @@ import tracemalloc
 import hypothesis.strategies as st
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from transfer.messages import (
     CODEC_VERSION,
@@ -45,7 +45,6 @@ def test_a_reservation_survives(reservation: Reservation) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500)
 def test_garbage_is_refused(data: bytes) -> None:
     with pytest.raises(MessageError):
         decode(Manifest, data)

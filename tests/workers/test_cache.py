@@ -173,7 +173,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestCache = Machine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(stateful_step_count=40)
 
 
 def test_two_equal_prompts_in_flight_end_up_in_one_set_of_blocks() -> None:

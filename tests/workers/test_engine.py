@@ -13,6 +13,7 @@ import pytest
 
 import workers.engine.engine
 from tests import model_zoo
+from tests.seeds import seeds
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
@@ -21,7 +22,7 @@ from workers.engine.layerwise import cuts
 from workers.engine.model import Model
 
 BLOCK = 16
-TOKENS = 48
+TOKENS = 24
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5, 150)  # the tiny models' window is 24
 
 
@@ -147,7 +148,7 @@ def test_preempted(case: Callable[[str], Case], arch: str) -> None:
     this = case(arch)
     probe = engine(this.model)
     block_bytes = probe.memory.layout.block_bytes
-    one = engine(this.model, kv_memory=22 * block_bytes, max_model_len=256, step_tokens=64)
+    one = engine(this.model, kv_memory=15 * block_bytes, max_model_len=192, step_tokens=64)
     requests = this.requests()
     for each in requests:
         one.add(each)
@@ -390,7 +391,7 @@ def test_blocks_of_a_hand_off_stay_until_they_are_sent(tiny: Model) -> None:
 # --- random loads -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(3, 8))
 def test_random_requests_and_aborts_leave_nothing_behind(tiny: Model, seed: int) -> None:
     """Requests of every kind, aborted at every stage; those that finish have the right tokens."""
     draw = random.Random(seed)

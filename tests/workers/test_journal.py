@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
         assert all(small.issuperset(self.watch.above[key]) for key in small)
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=30)
 TestPublished = Machine.TestCase
 
 

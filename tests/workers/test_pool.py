@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPool = Machine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestPool.settings = settings(stateful_step_count=30)
 
 
 def with_free(*free: int, total: int = TOTAL) -> BlockPool:

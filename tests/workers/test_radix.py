@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestRadix = Machine.TestCase
-TestRadix.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRadix.settings = settings(stateful_step_count=40)
 
 
 def packed(*kinds: int) -> bytes:

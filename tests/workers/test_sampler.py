@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transfer.messages import SamplingParams
@@ -164,7 +164,6 @@ PARAMS = st.builds(
     rounded=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=200, deadline=None)
 def test_rows_together_are_rows_alone_to_the_last_bit(
     params: list[SamplingParams], vocabulary: int, scale: float, rounded: bool, seed: int
 ) -> None:

@@ -1,7 +1,7 @@
 """Which sequences share which context, and block tables as FlashInfer takes them: arrays in, arrays out."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.engine.attention.paging import level, own_pages, window_blocks
@@ -58,7 +58,6 @@ TREES = st.lists(
 
 
 @given(TREES)
-@settings(max_examples=200, deadline=None)
 def test_every_row_sees_every_token_once(drawn: list[tuple[list[int], int, int]]) -> None:
     """A path of branches, each `LEAST` blocks long, names a table; shared and own parts together are that table."""
     names: dict[tuple[int, ...], int] = {}

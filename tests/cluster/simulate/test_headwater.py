@@ -181,6 +181,7 @@ def test_news_of_a_second_ago_cost_little_beside_instant_ones() -> None:
     assert averaged(staleness_s=1.0) <= 1.06 * averaged(staleness_s=0.0)
 
 
+@pytest.mark.long
 def test_lost_datagrams_cost_little() -> None:
     assert averaged(MORE_SEEDS, loss=0.1) <= 1.02 * averaged(MORE_SEEDS)
 

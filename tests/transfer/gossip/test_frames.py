@@ -9,7 +9,7 @@ from hashlib import blake2b
 
 import msgpack
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transfer.gossip.cluster import KEY, Cluster
@@ -118,7 +118,6 @@ ANY = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.lists(
         st.one_of(

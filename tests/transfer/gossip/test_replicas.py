@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
             }
 
 
-Machine.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=40)
 TestReplicas = Machine.TestCase
 
 

@@ -165,7 +165,7 @@ def arrays(state: dict[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(list(state), np.uint64), np.array(list(state.values()), np.uint8)
 
 
-Machine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=40)
 TestSummary = Machine.TestCase
 
 

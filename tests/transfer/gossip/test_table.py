@@ -64,12 +64,11 @@ def tiers_of(model: dict[int, int]) -> np.ndarray:
     return np.array(list(model.values()), np.uint8)
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=30)
 TestTable = Machine.TestCase
 
 
 @given(st.lists(keys, min_size=1, max_size=CAP, unique=True), st.lists(st.integers(0, CAP), min_size=1, max_size=70))
-@settings(deadline=None)
 def test_depths_are_what_a_walk_finds(prompt: list[int], held: list[int]) -> None:
     table = SummaryTable(CAP)
     for depth in held:
