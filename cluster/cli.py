@@ -58,7 +58,7 @@ def serve(
         Path | None, typer.Option(help="file with a chat template, instead of the model's")
     ] = None,
     tool_parser: Annotated[
-        str | None, typer.Option(help="auto, hermes, llama3, mistral or pythonic: how tool calls in answers are read")
+        str | None, typer.Option(help="auto, hermes, llama3, mistral or pythonic: how tool calls are read")
     ] = None,
     reasoning_parser: Annotated[
         str | None, typer.Option(help="auto, think or none: how reasoning in answers is read")

@@ -210,8 +210,6 @@ class Service:
         """The grammar of the calls that have to be made; empty where none has to."""
         choice, tools = request.tool_choice, request.tools or []
         if choice is None or choice in ("auto", "none"):
-            if choice == "auto" and not tools:
-                raise invalid("tool_choice: auto needs tools", "tool_choice")
             return ""
         names = [tool.function.name for tool in tools]
         if isinstance(choice, NamedTool):
