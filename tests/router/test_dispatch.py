@@ -1,6 +1,9 @@
 """The dispatcher over workers that are not there: whom it asks when some of them have failed."""
 
 import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from router.gateway.dispatch import Dispatcher, Output, Prompt
 from router.gateway.errors import ApiError
 from router.route import Router
 from router.view import Ladder, View
-from transfer.messages import Delta, Outcome, SamplingParams, pack_tokens
+from transfer.messages import Delta, Outcome, Request, SamplingParams, TokenLogprobs, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
 
@@ -218,3 +221,67 @@ async def test_a_decode_worker_that_is_full_is_avoided_and_not_the_prefill_worke
     directory = Busy("decode-0", "decode-1")
     assert [output.tokens for output in await busy(directory, 1, 3)] == [(7, 8)]
     assert directory.asked[-1] == ("prefill-0", "decode-2")
+
+
+class Told:
+    """A directory of one worker, which does what each of `steps` says, one a request."""
+
+    def __init__(self, *steps: Outcome | tuple[Delta, ...]) -> None:
+        self.dispatcher: Dispatcher | None = None
+        self.requests: list[Request] = []
+        self._steps = list(steps)
+
+    async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
+        assert self.dispatcher is not None
+        if method != "generate":
+            return None
+        self.requests.append(args[0])
+        step = self._steps.pop(0)
+        if isinstance(step, Outcome):
+            return step
+        self.dispatcher.deliver([replace(delta, request_id=args[0].request_id) for delta in step])
+        return Outcome("done")
+
+
+def told(*steps: Outcome | tuple[Delta, ...], **prompt: Any) -> tuple[Told, AsyncGenerator[Output, None]]:
+    directory = Told(*steps)
+    router = Router(View([("both-0", "both")]), RouterConfig())
+    directory.dispatcher = Dispatcher("g", router, directory, RouterConfig(), GatewayConfig(request_timeout_s=5))
+    tokens = pack_tokens(range(50))
+    one = Prompt(tokens, PrefixChain.of(root_key("model"), tokens, 16), **prompt)
+    params = SamplingParams(5, temperature=0, prompt_logprobs=0, min_tokens=3, guide="g", frequency_penalty=1.0)
+    return directory, directory.dispatcher.generate(one, params)
+
+
+async def test_who_goes_on_knows_what_was_answered_and_is_not_asked_about_the_prompt_again() -> None:
+    first = Delta("", 0, (7, 8), 3, prompt_logprobs=(TokenLogprobs(1, -1.0),))
+    directory, outputs = told((first, Delta("", 2, (), 0, error="gone")), (Delta("", 0, (9, 10, 11), 0, "length"),))
+    given = [output async for output in outputs]
+    assert [output.tokens for output in given] == [(7, 8), (9, 10, 11)]
+    assert given[0].prompt_logprobs == first.prompt_logprobs
+    begun, resumed = directory.requests
+    assert (begun.answered, begun.sampling.max_tokens, begun.sampling.prompt_logprobs) == (0, 5, 0)
+    assert (resumed.answered, resumed.sampling.max_tokens, resumed.sampling.prompt_logprobs) == (2, 3, None)
+    assert resumed.prompt == begun.prompt + pack_tokens([7, 8])
+    assert (resumed.sampling.min_tokens, resumed.sampling.guide, resumed.sampling.frequency_penalty) == (3, "g", 1.0)
+
+
+@pytest.mark.parametrize(
+    "step", [Outcome("refused", error="no token fits"), (Delta("", 0, (), 0, error="no token fits", refused=True),)]
+)
+async def test_what_no_worker_can_answer_is_asked_once_and_is_the_client_s_mistake(step: Any) -> None:
+    directory, outputs = told(step)
+    with pytest.raises(ApiError, match="no token fits") as caught:
+        await anext(outputs)
+    assert caught.value.status == 400
+    assert len(directory.requests) == 1
+
+
+async def test_a_request_ends_at_its_own_deadline() -> None:
+    directory, outputs = told((), timeout_s=0.2)
+    begun = time.monotonic()
+    with pytest.raises(ApiError, match=r"within 0\.2 s") as caught:
+        await anext(outputs)
+    assert caught.value.status == 504
+    assert 0.15 < time.monotonic() - begun < 2
+    assert directory.requests[0].timeout_s <= 0.2

@@ -1,0 +1,89 @@
+"""Several choices of several prompts: in which order they begin, how they are counted and numbered."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from router.config import GatewayConfig
+from router.gateway.text import Text
+from tests.router.serving import MODEL, Played, application
+from transfer.messages import Delta, Request, TokenLogprobs, unpack_tokens
+
+
+class Numbered:
+    """Answers each request with three tokens, the first of them once `open` is set; `begun` are prompts in order."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, int]] = []
+        self.open = asyncio.Event()
+        self.open.set()
+
+    async def __call__(self, played: Played, request: Request) -> None:
+        first = int(unpack_tokens(request.prompt)[0])
+        self.begun.append((first, request.sampling.seed))
+        await self.open.wait()
+        assert played.dispatcher is not None
+        wanted = request.sampling.logprobs is not None
+        likely = -0.1 * (request.sampling.seed % 3)
+        for start, token in enumerate((300, 301, 302)):
+            told = (TokenLogprobs(token, likely),) if wanted else ()
+            finish = "length" if start == 2 else None
+            delta = Delta(request.request_id, start, (token,), 16 * (request.sampling.seed > 5), finish, logprobs=told)
+            played.dispatcher.deliver([delta])
+            await asyncio.sleep(0)
+
+
+async def post(text: Text, play: Any, **body: Any) -> dict[str, Any]:
+    app = application(text, Played(play), GatewayConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        answer = await http.post("/v1/completions", json={"model": MODEL, "max_tokens": 3, **body})
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+async def test_choices_are_prompt_major_and_each_prompt_is_counted_once(text: Text) -> None:
+    whole = await post(text, Numbered(), prompt=[[1] * 20, [2] * 30], n=3, seed=5)
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    usage = whole["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (50, 18)
+    # The first choices found nothing; that the others found their prompt does not count.
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_other_choices_begin_when_the_first_has_a_token(text: Text) -> None:
+    play = Numbered()
+    play.open.clear()
+    asking = asyncio.create_task(post(text, play, prompt=[[1] * 20, [2] * 30], n=3, seed=5))
+    await asyncio.sleep(0.2)
+    assert sorted(play.begun) == [(1, 5), (2, 5)]
+    play.open.set()
+    await asking
+    assert sorted(play.begun) == [(prompt, seed) for prompt in (1, 2) for seed in (5, 6, 7)]
+
+
+async def test_the_likeliest_of_several_are_returned(text: Text) -> None:
+    whole = await post(text, Numbered(), prompt=[[1] * 20, [2] * 30], best_of=3, n=2, seed=5, echo=True)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] for choice in whole["choices"]] == [None] * 4
+    assert whole["usage"]["completion_tokens"] == 18
+    whole = await post(text, Numbered(), prompt=[1] * 20, best_of=3, n=2, seed=5, logprobs=0)
+    assert [choice["logprobs"]["token_logprobs"][0] for choice in whole["choices"]] == pytest.approx([0.0, -0.1])
+
+
+async def test_a_failure_of_one_choice_ends_all(text: Text) -> None:
+    async def play(played: Played, request: Request) -> None:
+        assert played.dispatcher is not None
+        error = Delta(request.request_id, 0, (), 0, error="no", refused=True)
+        played.dispatcher.deliver([error if unpack_tokens(request.prompt)[0] == 2 else Delta("", 0, (), 0)])
+        await asyncio.sleep(60)
+
+    played = Played(play)
+    app = application(text, played, GatewayConfig())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+        answer = await http.post("/v1/completions", json={"model": MODEL, "prompt": [[1] * 20, [2] * 30], "n": 2})
+    assert answer.status_code == 400
+    await played.all_aborted()
+    assert len(played.requests) == 2
