@@ -21,6 +21,7 @@ from transfer.messages import Delta, SamplingParams, TokenLogprobs
 from workers.engine.logits import Constraints, adjust
 from workers.engine.logprobs import logprobs
 from workers.engine.model import Model
+from workers.engine.prompt_rows import PromptRows
 
 PROMPT = [5, 9, 5, 17, 3, 40, 41, 42, 5, 9, 11, 60, 61, 62, 63, 64, 65, 2, 8, 7]
 EOS = frozenset([2])
@@ -265,3 +266,16 @@ def test_so_many_grammars_are_kept_and_each_answer_has_its_own_state(guides: Gui
     for number in range(KEPT + 5):
         guides.compile(LLMatcher.grammar_from_regex(f"a{{{number + 1}}}"))
     assert len(guides._compiled) == KEPT
+
+
+def test_a_prompt_that_is_pushed_back_is_told_of_once() -> None:
+    logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(2))
+    hidden = torch.randn(9, 4, generator=torch.Generator().manual_seed(3))
+    once, again = (PromptRows(np.arange(1, 10, dtype=np.int32), 2) for _ in range(2))
+    for rows, chunks in ((once, [(0, 9)]), (again, [(0, 4), (0, 6), (4, 9)])):
+        for start, stop in chunks:
+            rows.add_logits(start, logits[start:stop])
+            rows.add_hidden(start, hidden[start:stop])
+    assert [entry.token for entry in again.logprobs] == list(range(2, 10))
+    same(tuple(once.logprobs), tuple(again.logprobs))
+    assert np.allclose(np.frombuffer(once.embedding, "<f4"), np.frombuffer(again.embedding, "<f4"), atol=1e-6)
