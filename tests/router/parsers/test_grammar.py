@@ -125,7 +125,7 @@ def test_random_walks_are_read_back_as_valid_calls(
 ) -> None:
     kind = TOOL_PARSERS[name]
     most = 0
-    for number, tools in enumerate([[tool] for tool in TOOLS] + [TOOLS] * 6):
+    for number, tools in enumerate([[tool] for tool in TOOLS] + [TOOLS] * 3):
         matcher = matcher_of(compiled, kind.grammar(tools, many, marker_ids))
         tokens = walk(matcher, tokenizer.eos_token_id, ends, random.Random(f"{number} {name} {many}"))
         output = tokenizer.decode(tokens)

@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from router.gateway.parsers.json_text import is_json
@@ -47,7 +47,6 @@ def reads(text: str) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None)
 @given(text=st.lists(st.sampled_from(FRAGMENTS), max_size=10).map(lambda parts: "".join(parts).strip()))
 @example("[1}")
 @example('{"a": [1}]')
@@ -58,7 +57,6 @@ def test_any_text_is_judged_as_json_judges_it(text: str) -> None:
     assert is_json(text) == reads(text)
 
 
-@settings(max_examples=200, deadline=None)
 @given(value=values, indent=st.none() | st.integers(0, 2), ascii=st.booleans())
 def test_any_value_is_json(value: object, indent: int | None, ascii: bool) -> None:
     assert is_json(json.dumps(value, indent=indent, ensure_ascii=ascii))
