@@ -30,9 +30,9 @@ def marker(text: str, marker_ids: Mapping[str, int]) -> str:
     return f"<[{marker_ids[text]}]>" if text in marker_ids else quoted(text)
 
 
-def json_value(schema: Mapping[str, Any], **options: Any) -> str:
+def json_value(schema: Mapping[str, Any]) -> str:
     """A value of a schema, which is the root of its own references (`#/$defs/...`)."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {**COMPACT, **options}})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}"
 
 
 def arguments_of(tool: ToolSpec) -> str:

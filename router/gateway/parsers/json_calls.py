@@ -27,7 +27,6 @@ class _Call:
 class JsonToolParser(ToolParser):
     """Reads calls that are JSON objects. Members other than name and arguments are left out."""
 
-    argument_keys: tuple[str, ...] = ("arguments",)
     name_is_enough = True  # whether an object with a name is a call, or only one that has arguments, too
 
     def _read_call(self, *ends: str) -> Reading[bool]:
@@ -37,9 +36,15 @@ class JsonToolParser(ToolParser):
         whole = yield from self._members(call)
         if not call.begun:
             return False
+        rest = self._source.forget()
         if whole and not call.argued:
             self._argue("{}")
-        if not whole and not call.complete:
+        if whole or not (yield from self._source.peek()):
+            return True
+        if call.complete:
+            self._say(rest)
+        else:
+            self._argue(rest)
             yield from self._source.until(ends, self._argue)
         return True
 
@@ -73,7 +78,7 @@ class JsonToolParser(ToolParser):
         member = json.loads("".join(key))
         if member == "name":
             return (yield from self._name(call))
-        if member in self.argument_keys:
+        if member in ("arguments", "parameters"):  # models take one for the other
             return (yield from self._arguments(call))
         return (yield from read_value(source, lambda piece: None))
 
@@ -92,8 +97,11 @@ class JsonToolParser(ToolParser):
             return False
         call.argued = True
         self._begin_if_certain(call)
-        sink = self._argue if call.begun else call.held.append
-        call.complete = yield from self._read_arguments(sink)
+        if call.begun:
+            self._source.forget()
+        call.complete = yield from self._read_arguments(self._argue if call.begun else call.held.append)
+        if call.begun:
+            self._source.record()
         return call.complete
 
     def _read_arguments(self, sink: Sink) -> Reading[bool]:
@@ -116,3 +124,4 @@ class JsonToolParser(ToolParser):
             call.begun = True
             for piece in call.held:
                 self._argue(piece)
+            self._source.record()  # what belongs to no member is not lost if the object turns out to be malformed

@@ -141,8 +141,7 @@ def _any_keywords(value: Any, suffix: str) -> str:
 
 
 def _value_grammar(schema: Any) -> str:
-    # Escapes that mean the same in Python: \u of a surrogate pair would be two characters.
-    return json_value(schema if isinstance(schema, dict) else {"allOf": [schema]}, json_allowed_escapes='nrbtf\\"')
+    return json_value(schema if isinstance(schema, dict) else {"allOf": [schema]})
 
 
 def _schema_of(schema: dict[str, Any], key: str) -> Any:

@@ -19,7 +19,6 @@ class Llama3Parser(JsonToolParser):
 
     name = "llama3"
     special_tokens = (TAG,)
-    argument_keys = ("parameters", "arguments")
     name_is_enough = False
 
     @classmethod

@@ -125,7 +125,7 @@ def test_random_walks_are_read_back_as_valid_calls(
 ) -> None:
     kind = TOOL_PARSERS[name]
     most = 0
-    for number, tools in enumerate([[tool] for tool in TOOLS] + [TOOLS] * 6):
+    for number, tools in enumerate([[tool] for tool in TOOLS] + [TOOLS] * 3):
         matcher = matcher_of(compiled, kind.grammar(tools, many, marker_ids))
         tokens = walk(matcher, tokenizer.eos_token_id, ends, random.Random(f"{number} {name} {many}"))
         output = tokenizer.decode(tokens)
@@ -162,6 +162,34 @@ def test_only_many_allows_many(
         assert accepts(compiled, grammar, tokenizer.encode(frame.format(one + separator + one))) == many
         assert not accepts(compiled, grammar, tokenizer.encode(frame.format(one.replace("nothing", "something"))))
         assert not accepts(compiled, grammar, tokenizer.encode(frame.format("")))
+
+
+OPTIONAL = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (OPTIONAL, ["", "a=1", "b=1", "c=1", "a=1, c=3", "a=1, b=2, c=3"], ["b=1, a=1", "a=x", "a=1, ", "d=1"]),
+        ({**OPTIONAL, "required": ["b"]}, ["b=1", "a=1, b=1", "b=1, c=1", "a=1, b=1, c=1"], ["", "a=1", "a=1, c=1"]),
+        ({**OPTIONAL, "required": ["d"]}, ["d=null", "b=1, d=[{}, 1.5e7]"], ["", "a=1"]),
+        (None, ["", 'x={"a": [1, true]}, y="z"'], ["1", "a=b", "a = 1"]),
+        ({"additionalProperties": {"type": "string"}}, ["", 'x="y"'], ["x=1"]),
+        ({"additionalProperties": False}, [""], ["x=1"]),
+    ],
+)
+def test_keyword_arguments_follow_the_schema(
+    tokenizer: PreTrainedTokenizerFast,
+    compiled: llguidance.LLTokenizer,
+    schema: dict[str, Any] | None,
+    allowed: list[str],
+    refused: list[str],
+) -> None:
+    grammar = TOOL_PARSERS["pythonic"].grammar([ToolSpec("f", schema)], False, {})
+    assert [
+        keywords for keywords in allowed if not accepts(compiled, grammar, tokenizer.encode(f"[f({keywords})]"))
+    ] == []
+    assert [keywords for keywords in refused if accepts(compiled, grammar, tokenizer.encode(f"[f({keywords})]"))] == []
 
 
 def test_mistral_has_the_newer_format_where_the_tokenizer_has_its_token(

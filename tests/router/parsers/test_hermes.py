@@ -32,7 +32,18 @@ ARGUMENTS = '{"a": [1, {"b": "}]"}]}'
         # Not JSON from within the arguments on: what the model wrote, up to the end of the call.
         (r'<tool_call>{"name": "f", "arguments": {"a": "\d"}}</tool_call>!', "!", [("f", r'{"a": "\d"}}')]),
         ('<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>', "", [("f", '{"a": 01}}')]),
-        ('<tool_call>{"name": "f" oops}</tool_call>', "", [("f", "oops}")]),
+        ('<tool_call>{"name": "f" oops}</tool_call>', "", [("f", " oops}")]),
+        ('<tool_call>{"name": "f", "x": {y}}</tool_call>', "", [("f", ', "x": {y}}')]),
+        ('<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call>', "", [("f", '{"a": [1}}')]),
+        (r'<tool_call>{"name": "f", "arguments": {"a": "\u123"}}</tool_call>', "", [("f", r'{"a": "\u123"}}')]),
+        # Not JSON after the arguments: text.
+        ('<tool_call>{"name": "f", "arguments": {}, "x": y}</tool_call>', ', "x": y}', [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}, "arguments": {"a": 1}}', ', "arguments": {"a": 1}}', [("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": {}, "x', "", [("f", "{}")]),
+        ('<tool_call>{"name": "f", "argu', "", [("f", "")]),
+        # A tag that is no call's after a call that was not closed.
+        (f"{ONE[:-12]}<tool_call>x</tool_call>", "\n<tool_call>x</tool_call>", [("f", ARGUMENTS)]),
+        ('<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", [("f", '{"a": 1}')]),
         # Control characters in strings are escaped.
         ('<tool_call>{"name": "f", "arguments": {"a": "x\n\ty"}}</tool_call>', "", [("f", '{"a": "x\\n\\ty"}')]),
     ],
