@@ -220,9 +220,8 @@ class Service:
             raise invalid("tool_choice: required needs tools", "tool_choice")
         many = not isinstance(choice, NamedTool) and request.parallel_tool_calls is not False
         specs = [ToolSpec(tool.function.name, tool.function.parameters) for tool in tools]
-        specials = {name: token for name, token in self.text.specials.items() if name in self._tools.special_tokens}
         try:
-            return LLMatcher.grammar_from_lark(self._tools.grammar(specs, many, specials))
+            return LLMatcher.grammar_from_lark(self._tools.grammar(specs, many, self.text.added))
         except ValueError as error:
             raise invalid(f"tools: {error}", "tools") from None
 

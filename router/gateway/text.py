@@ -51,6 +51,11 @@ class Text:
         """The special tokens by their texts."""
         return self._specials
 
+    @property
+    def added(self) -> dict[str, int]:
+        """All tokens that were added to the vocabulary, special ones and others, by their texts."""
+        return {content: number for number, content in self._added.items()}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text as it stands, with the special tokens that the model puts around a text."""
         return _ids(self._fast, text, add_special_tokens)
