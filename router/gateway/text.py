@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import secrets
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,7 @@ class Text:
         # For text in which nothing is a special token, whatever it says.
         self._plain: Tokenizer = Tokenizer.from_str(self._fast.to_str())
         self._plain.encode_special_tokens = True
+        self._own_values = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages"}
         vocabulary = self._tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary))
         added = self._fast.get_added_tokens_decoder()
@@ -74,6 +76,9 @@ class Text:
         token in a message stays text. Raises ApiError 400 with the template's refusal."""
         if not self._tokenizer.chat_template:
             raise invalid("this model has no chat template; use /v1/completions", "messages")
+        if taken := self._own_values & set(template_values or {}):
+            name = f"chat_template_kwargs.{min(taken)}"
+            raise invalid(f"{name}: is not for clients to set", name)
         guard = _Guard(self._specials, self._special)
         messages, tools = guard.hide(messages), guard.hide(tools)
         try:

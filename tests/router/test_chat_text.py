@@ -109,6 +109,17 @@ def test_a_template_s_refusal_is_told(text: Text) -> None:
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tools", "tokenize", "messages", "add_generation_prompt"])
+def test_what_the_template_is_given_is_not_the_client_s_to_replace(text: Text, name: str) -> None:
+    with pytest.raises(ApiError, match=f"chat_template_kwargs.{name}"):
+        text.chat([{"role": "user", "content": "x"}], template_values={name: "{{ 1 }}"})
+
+
+def test_template_values_reach_the_template() -> None:
+    text = Text(resolve(DEFAULT_MODEL), "{{ messages[0].content }}{% if thinking %}<think>{% endif %}")
+    assert text.chat([{"role": "user", "content": "x"}], template_values={"thinking": True})[1] == "x<think>"
+
+
 # --- choices -------------------------------------------------------------------------------------------------------
 
 ANSWER = '<think>\nOne and one.\n</think>\n\nI ask.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
