@@ -35,8 +35,8 @@ ALONE_TOKENS, BESIDE_TOKENS, SHORT_TOKENS = 2, 40, 8
 """Tokens of an answer while first tokens are timed, alone and beside others, and while memory is watched."""
 SAMPLES = 50
 """Of memory."""
-WARM_UP = 20
-"""Requests that are not measured: the first ones open connections and fill caches."""
+WARM_UP = 10
+"""Requests, at least, that are not measured: the first ones open connections and fill caches."""
 PASSAGE = (
     "The river comes down from the hills in spring, brown and quick, and by the time that it reaches the mill it has "
     "carried off two fences and a gate. Nobody minds much. The miller opens the sluice, counts the sacks, and waits "
@@ -60,7 +60,7 @@ def run(config: ClusterConfig, shape: Shape) -> Report:
     model = resolve(config.model.name)
     recorded = tuple(Text(model).encode(PASSAGE))
     with Progress(console=Console(stderr=True), refresh_per_second=2) as progress:
-        total = 2 * (shape.firsts + WARM_UP + shape.streams) + 1 + shape.requests
+        total = WARM_UP + max(WARM_UP, shape.streams) + 2 * shape.firsts + shape.streams + shape.requests
         task = progress.add_task("requests", total=total)
         with serving(model, recorded) as server:
             results = asyncio.run(_measure(server, shape, lambda: progress.advance(task)))
@@ -120,7 +120,7 @@ class _Load:
         """Milliseconds that the gateway adds to the first token, the median, while so many streams run. The recorded
         token is there at once, so that all of the time is the gateway's. Streams do not begin at the same time."""
         begin = [self._draw.random() * tokens * STEP_S if streams > 1 else 0.0 for _ in range(streams)]
-        warm_up = WARM_UP + streams
+        warm_up = max(WARM_UP, streams)
         streamed = await self._share(warm_up + requests, tokens, begin)
         return median(one.first_s for one in streamed[warm_up:]) * 1000
 
