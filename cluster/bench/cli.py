@@ -311,6 +311,26 @@ def router(
     _report(run(Shape(tuple(workers), keys, prompt, decisions)), as_json, check)
 
 
+@app.command("gateway")
+def gateway(
+    streams: Annotated[int, typer.Option(min=1, help="streams at a time")] = 100,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=4000, help="tokens of each stream while the rate is measured")
+    ] = 400,
+    firsts: Annotated[int, typer.Option(min=1, help="requests of each measurement of first tokens")] = 300,
+    requests: Annotated[int, typer.Option(min=0, help="requests while memory is watched; 0: it is not")] = 20_000,
+    config: Config = None,
+    model: Annotated[str | None, typer.Option(help="model whose tokenizer is used")] = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """The gateway alone, with recorded tokens in place of workers: tokens a second of many streams, what it adds to the
+    first token, and whether its memory grows."""
+    from cluster.bench.gateway import Shape, run
+
+    _report(run(_settings(config, model, None), Shape(streams, tokens, firsts, requests)), as_json, check)
+
+
 def _settings(config: Path | None, model: str | None, dtype: str | None) -> ClusterConfig:
     return load(config, {"model.name": model, "worker.dtype": dtype})
 

@@ -95,28 +95,37 @@ async def serving(
     try:
         yield listener.getsockname()[1], server
     finally:
-        server.should_exit = True
         for one in list(server.server_state.connections):
             one.transport.abort()
-        await task
+        while server.server_state.tasks:
+            await asyncio.sleep(0.005)
+        task.cancel()  # an orderly end would take the server's next tick
+        await asyncio.gather(task, return_exceptions=True)
+        for one in server.servers:
+            one.close()
 
 
 class Client:
     """A connection that sends bytes, and reads what comes when it is told to."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, inner: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.socket = inner
         self.reader = reader
         self.writer = writer
 
     @classmethod
-    async def connect(cls, port: int, receive_buffer: int | None = None) -> "Client":
-        """Connect, with this much room in the socket for what is not read."""
+    async def connect(cls, port: int, receive_buffer: int | None = None, paused: bool = False) -> "Client":
+        """Connect, with this much room in the socket for what is not read. A paused client reads nothing by itself."""
         one = socket.socket()
         if receive_buffer is not None:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         one.setblocking(False)
         await asyncio.get_running_loop().sock_connect(one, ("127.0.0.1", port))
-        return cls(*await asyncio.open_connection(sock=one, limit=1 << 16))
+        # The loop's own connection may close its socket; this one is for reading by hand.
+        reader, writer = await asyncio.open_connection(sock=one.dup(), limit=1 << 16)
+        if paused:
+            writer.transport.pause_reading()
+        return cls(one, reader, writer)
 
     def post(self, path: str, body: bytes, **headers: str) -> None:
         """Send a request."""
@@ -148,6 +157,7 @@ class Client:
 
     def leave(self) -> None:
         """Close the connection."""
+        self.socket.close()
         self.writer.transport.abort()
 
 

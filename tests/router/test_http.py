@@ -17,7 +17,7 @@ from router.gateway.text import Text
 from tests.router.serving import Client, Played, application, chat, completion, serving
 from transfer.messages import Request
 
-BIG = tuple(range(1000, 3000))
+BIG = tuple(range(1000, 1500))
 """Tokens of one delivery that fills buffers."""
 SMALL = 4096
 """Bytes that the sockets of some tests have room for, about."""
@@ -117,8 +117,8 @@ async def test_a_large_body_does_not_hold_the_loop(text: Text) -> None:
         async def stream(self) -> AsyncIterator[bytes]:
             yield body
 
-    async def gap_beside(kind: type[CompletionRequest]) -> float:
-        loop, gaps = asyncio.get_running_loop(), [0.0]
+    async def gaps_beside() -> list[float]:
+        loop, gaps = asyncio.get_running_loop(), []
 
         async def probe() -> None:
             while True:
@@ -127,14 +127,22 @@ async def test_a_large_body_does_not_hold_the_loop(text: Text) -> None:
                 gaps.append(loop.time() - before)
 
         probing = asyncio.create_task(probe())
-        await asyncio.sleep(0.01)
-        parsed = await body_as(kind, Arrived())  # type: ignore[arg-type]
+        await asyncio.sleep(0.002)
+        gaps.clear()
+        parsed = await body_as(CompletionRequest, Arrived())  # type: ignore[arg-type]
+        runs = len(gaps)
         await asyncio.sleep(0.002)
         probing.cancel()
         assert len(parsed.prompt) == 100_000
-        return max(gaps)
+        between.append(runs)
+        return gaps
 
-    assert min([await gap_beside(CompletionRequest) for _ in range(5)]) < 0.02
+    between: list[int] = []
+    least = 1.0
+    for _ in range(30):  # whoever else is busy on this machine makes gaps, too
+        least = min(least, max(await gaps_beside()))
+    assert least < 0.02
+    assert max(between) >= 2  # even where the whole of it would take no longer
 
 
 # Streams
@@ -142,12 +150,12 @@ async def test_a_large_body_does_not_hold_the_loop(text: Text) -> None:
 
 async def test_a_silent_stream_is_kept_alive_before_and_between_tokens(text: Text) -> None:
     async def slow(played: Played, request: Request) -> None:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         played.deliver(request, 0, (1000,))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.3)
         played.deliver(request, 1, (1001,), "length")
 
-    config = GatewayConfig(keepalive_s=0.1)
+    config = GatewayConfig(keepalive_s=0.05)
     async with serving(application(text, Played(slow), config), config) as (port, _):
         client = await Client.connect(port)
         client.post("/v1/completions", completion(stream=True, return_token_ids=True))
@@ -170,7 +178,7 @@ async def test_a_stream_with_tokens_has_no_comments(text: Text) -> None:
             played.deliver(request, start, (1000,), "length" if start == 19 else None)
             await asyncio.sleep(0.02)
 
-    config = GatewayConfig(keepalive_s=0.2)
+    config = GatewayConfig(keepalive_s=0.3)
     async with serving(application(text, Played(steady), config), config) as (port, _):
         client = await Client.connect(port)
         client.post("/v1/chat/completions", chat(stream=True))
@@ -239,9 +247,9 @@ async def test_a_bug_in_mid_stream_is_an_error_event(text: Text, caplog: pytest.
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_client_that_leaves_before_the_first_token_stops_the_work(text: Text, path: str, stream: bool) -> None:
     played = Played(nothing)
-    config = GatewayConfig(keepalive_s=0.1)
+    config = GatewayConfig(keepalive_s=0.05)
     async with serving(application(text, played, config), config) as (port, _):
-        for wait_s in (0.0, 0.25):  # during prefill, and when the stream has begun without a token
+        for wait_s in (0.0, 0.1):  # during prefill, and when the stream has begun without a token
             client = await Client.connect(port)
             client.post(path, (chat if "chat" in path else completion)(stream=stream))
             while len(played.requests) == len(played.aborted):
@@ -269,10 +277,9 @@ async def test_a_client_that_leaves_in_the_middle_stops_the_work(text: Text, str
 def test_a_client_that_does_not_read_is_gone(text: Text, loop: str) -> None:
     async def work() -> None:
         played = Played(without_end)
-        config = GatewayConfig(write_timeout_s=0.3, keepalive_s=0.05)
+        config = GatewayConfig(write_timeout_s=0.2, keepalive_s=0.05)
         async with serving(application(text, played, config), config, SMALL) as (port, server):
-            client = await Client.connect(port, SMALL)
-            client.writer.transport.pause_reading()
+            client = await Client.connect(port, SMALL, paused=True)
             client.post("/v1/completions", completion(stream=True, return_token_ids=True))
             most = 0
             while not played.requests or played.dispatcher.in_flight:
@@ -290,26 +297,23 @@ def test_a_client_that_does_not_read_is_gone(text: Text, loop: str) -> None:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_a_client_that_reads_slowly_gets_everything(text: Text, loop: str) -> None:
     async def much(played: Played, request: Request) -> None:
-        for start in range(0, 40_000, len(BIG)):
-            played.deliver(request, start, BIG, "length" if start + len(BIG) == 40_000 else None)
+        for start in range(0, 20_000, len(BIG)):
+            played.deliver(request, start, BIG, "length" if start + len(BIG) == 20_000 else None)
             await asyncio.sleep(0)
 
     async def work() -> None:
         played = Played(much)
-        config = GatewayConfig(write_timeout_s=0.3)
+        config = GatewayConfig(write_timeout_s=0.5)
         async with serving(application(text, played, config), config, SMALL) as (port, _):
-            client = await Client.connect(port, SMALL)
-            client.writer.transport.pause_reading()
-            client.post("/v1/completions", completion(stream=True, return_token_ids=True, max_tokens=40_000))
-            for _ in range(10):
-                await asyncio.sleep(0.1)
-                client.writer.transport.resume_reading()
-                await client.reader.readexactly(4096)
-                client.writer.transport.pause_reading()
-            client.writer.transport.resume_reading()
-            whole = b""
-            while b"[DONE]" not in whole[-64:]:
-                whole = whole[-64:] + await client.reader.read(1 << 20)
+            client = await Client.connect(port, SMALL, paused=True)
+            client.post("/v1/completions", completion(stream=True, return_token_ids=True, max_tokens=20_000))
+            loop, got, whole = asyncio.get_running_loop(), 0, b""
+            while b"[DONE]" not in whole:
+                if got < 100_000:
+                    await asyncio.sleep(0.05)
+                data = await loop.sock_recv(client.socket, 1 << 13)
+                assert data, f"closed after {got} bytes"
+                got, whole = got + len(data), whole[-64:] + data
             client.leave()
 
     run(work(), loop)
