@@ -71,7 +71,8 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tiny: Path) -> Iterator[Served]:
-    made = Served("--model", str(tiny), "--kv-memory", "64MiB", "--prefill", "0", "--decode", "0", "--both", "1")
+    both = ("--prefill", "0", "--decode", "0", "--both", "1")
+    made = Served("--model", str(tiny), "--dtype", "float32", "--kv-memory", "64MiB", *both)
     yield made
     if made.process.poll() is None:
         made.stop(signal.SIGTERM)
