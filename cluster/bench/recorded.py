@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import uvloop
 from pydantic import SecretStr
 
 from cluster import logs, telemetry
@@ -143,7 +142,7 @@ def serving(model: Path, tokens: tuple[int, ...]) -> Iterator[Server]:
 def _main(model: Path, tokens: tuple[int, ...], line: Connection) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logs.setup()
-    uvloop.run(_serve(model, tokens, line))  # as Ray runs its actors
+    asyncio.run(_serve(model, tokens, line))
 
 
 async def _serve(model: Path, tokens: tuple[int, ...], line: Connection) -> None:

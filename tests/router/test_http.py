@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, ClassVar
 
 import pytest
-import uvloop
 
 from router.config import GatewayConfig
 from router.gateway.http import KEEP_ALIVE, body_as
@@ -24,8 +23,8 @@ SMALL = 4096
 
 
 def run(work: Coroutine[Any, Any, None], loop: str) -> None:
-    """On the loop of the standard library, or on that which Ray gives its actors."""
-    runs = uvloop.new_event_loop() if loop == "uvloop" else asyncio.new_event_loop()
+    """On the loop of the standard library, or on that which Ray gives its actors where it is installed."""
+    runs = pytest.importorskip("uvloop").new_event_loop() if loop == "uvloop" else asyncio.new_event_loop()
     try:
         runs.run_until_complete(asyncio.wait_for(work, 30))
     finally:
