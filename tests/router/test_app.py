@@ -180,4 +180,8 @@ async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
             assert "model" in fields
             streamed = {"text/event-stream"} if "stream" in fields else set()
             assert set(operation["responses"]["200"]["content"]) == {"application/json"} | streamed
+    assert set(document["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    fields = schemas["ChatRequest"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    assert fields["store"]["anyOf"][0] == {"type": "boolean", "const": False}
     assert (await http.get("/docs")).status_code == 200

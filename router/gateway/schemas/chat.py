@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Sampling, Strict
+from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Off, Sampling, Strict
 
 MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -88,6 +88,9 @@ class Tool(Strict):
     function: Function
 
 
+Tools = Annotated[Items[Tool], Field(max_length=MAX_TOOLS)]
+
+
 class NamedFunction(Strict):
     """The name of a function."""
 
@@ -140,12 +143,12 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from router.gateway.errors import ApiError, invalid
 
@@ -23,12 +22,6 @@ MAX_BIASES = 1024
 MAX_REPETITION_PENALTY = 10
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    return value
-
-
 def _stops(value: str | list[str] | None) -> str | list[str] | None:
     stops = [value] if isinstance(value, str) else value or []
     if len(stops) > MAX_STOPS:
@@ -40,10 +33,18 @@ def _stops(value: str | list[str] | None) -> str | list[str] | None:
     return value
 
 
+def _off(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list of any length from a client: one wrong element is reported, not each of a million."""
-Finite = Annotated[float, AfterValidator(_finite)]
+Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
+"""Only `false`. Where Python is asked, 0 is that, too."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Strict(BaseModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
 
 from router.gateway.schemas.chat import Name
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Finite, Items, Strict
+from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Finite, Items, Off, Strict
 from router.gateway.schemas.tagged import by_type
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -172,7 +172,7 @@ class Reasoning(Strict):
 class ResponsesStreamOptions(Strict):
     """`stream_options`: nothing is added to events to hide their lengths."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class ResponsesRequest(Strict):
