@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Off, Sampling, Strict
+from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Off, Parsed, Returned, Sampling, Strict
 
 MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -20,22 +20,24 @@ class TextPart(Strict):
     text: str
 
 
-class CalledFunction(Strict):
+class CalledFunction(Returned):
     """The function of a call that the assistant made, its arguments as JSON text."""
 
     name: str
     arguments: str
+    parsed_arguments: Parsed = None
 
 
-class ToolCall(Strict):
-    """A call that the assistant made."""
+class ToolCall(Returned):
+    """A call that the assistant made; one that was streamed has an index."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
-class Message(Strict):
+class Message(Returned):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -45,6 +47,8 @@ class Message(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    annotations: Items[dict[str, Any]] | None = None  # of the text: they say nothing to the model
+    parsed: Parsed = None
 
     @property
     def text(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from router.gateway.errors import ApiError, invalid
 
@@ -19,7 +19,8 @@ MAX_SALT_CHARS = 256
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_REPETITION_PENALTY = 10
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.1, 10
+"""Logits are multiplied with it or divided by it: they must stay finite."""
 
 
 def _stops(value: str | list[str] | None) -> str | list[str] | None:
@@ -53,6 +54,23 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class Returned(Strict):
+    """A part of an answer that a client may send back as its library has it: libraries add fields that are null."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None or name in cls.model_fields}
+
+
+Parsed = Annotated[Any, Field(exclude=True)]
+"""What a library's helpers made of the text beside it: says nothing."""
+
+
 class StreamOptions(Strict):
     """`stream_options`."""
 
@@ -74,7 +92,7 @@ class Sampling(Strict):
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
         None
     )
