@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from router.config import GatewayConfig
@@ -81,7 +81,7 @@ def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes
         check_ready()
         return {"status": "ready"}
 
-    @routes.get("/metrics")
+    @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(await asyncio.to_thread(render), media_type="text/plain; version=0.0.4; charset=utf-8")
 

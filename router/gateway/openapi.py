@@ -16,6 +16,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     "5XX": {"model": ErrorAnswer, "description": "The request could not be served."},
 }
 """For `responses=` of a router."""
+_EVENT = {
+    "type": "object",
+    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["data"],
+}
+"""A server-sent event. A `schema` would be of the whole stream, or of an event, depending on who reads it."""
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -27,7 +33,7 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     whole = {"$ref": f"{_COMPONENTS}{name}", "$defs": {name: schema, **parts}}
     answers: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if "stream" in model.model_fields:
-        answers["text/event-stream"] = {"schema": {"type": "string"}}
+        answers["text/event-stream"] = {"itemSchema": _EVENT}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": whole}}},
         "responses": {"200": {"content": answers}},

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Sampling, Strict
+from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Items, Off, Parsed, Returned, Sampling, Strict
 
 MAX_TOOLS = 128
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -20,22 +20,24 @@ class TextPart(Strict):
     text: str
 
 
-class CalledFunction(Strict):
+class CalledFunction(Returned):
     """The function of a call that the assistant made, its arguments as JSON text."""
 
     name: str
     arguments: str
+    parsed_arguments: Parsed = None
 
 
-class ToolCall(Strict):
-    """A call that the assistant made."""
+class ToolCall(Returned):
+    """A call that the assistant made; one that was streamed has an index."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
-class Message(Strict):
+class Message(Returned):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -45,6 +47,8 @@ class Message(Strict):
     tool_call_id: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
+    annotations: Items[dict[str, Any]] | None = None  # of the text: they say nothing to the model
+    parsed: Parsed = None
 
     @property
     def text(self) -> str:
@@ -86,6 +90,9 @@ class Tool(Strict):
 
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[Items[Tool], Field(max_length=MAX_TOOLS)]
 
 
 class NamedFunction(Strict):
@@ -140,12 +147,12 @@ class ChatRequest(Sampling):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     response_format: ResponseFormat | None = None
-    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
 
 from router.gateway.errors import ApiError, invalid
 
@@ -20,13 +19,8 @@ MAX_SALT_CHARS = 256
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_REPETITION_PENALTY = 10
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError("must be a finite number")
-    return value
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.1, 10
+"""Logits are multiplied with it or divided by it: they must stay finite."""
 
 
 def _stops(value: str | list[str] | None) -> str | list[str] | None:
@@ -40,16 +34,41 @@ def _stops(value: str | list[str] | None) -> str | list[str] | None:
     return value
 
 
+def _off(value: bool) -> bool:
+    if value:
+        raise ValueError("only false is supported")
+    return value
+
+
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list of any length from a client: one wrong element is reported, not each of a million."""
-Finite = Annotated[float, AfterValidator(_finite)]
+Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
+"""Only `false`. Where Python is asked, 0 is that, too."""
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
     """What is not known is refused, and nothing is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Returned(Strict):
+    """A part of an answer that a client may send back as its library has it: libraries add fields that are null."""
+
+    model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "null"}})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value is not None or name in cls.model_fields}
+
+
+Parsed = Annotated[Any, Field(exclude=True)]
+"""What a library's helpers made of the text beside it: says nothing."""
 
 
 class StreamOptions(Strict):
@@ -73,7 +92,7 @@ class Sampling(Strict):
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: Annotated[Finite, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
     logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES)] | None = (
         None
     )

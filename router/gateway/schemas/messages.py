@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from router.gateway.schemas.chat import Name
-from router.gateway.schemas.common import INT64, Finite, Items, Strict
+from router.gateway.schemas.common import INT64, Finite, Items, Returned, Strict
 from router.gateway.schemas.tagged import by_type
 
 
@@ -24,7 +24,7 @@ class Cacheable(Strict):
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Cacheable):
+class TextBlock(Cacheable, Returned):
     """Text."""
 
     type: Literal["text"]
@@ -32,7 +32,7 @@ class TextBlock(Cacheable):
     citations: None = None
 
 
-class ToolUseBlock(Cacheable):
+class ToolUseBlock(Cacheable, Returned):
     """A call that the model made."""
 
     type: Literal["tool_use"]
@@ -50,7 +50,7 @@ class ToolResultBlock(Cacheable):
     is_error: bool | None = None
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(Returned):
     """What the model thought before it answered."""
 
     type: Literal["thinking"]

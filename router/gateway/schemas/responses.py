@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
 
 from router.gateway.schemas.chat import Name
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Finite, Items, Strict
+from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Finite, Items, Off, Parsed, Returned, Strict
 from router.gateway.schemas.tagged import by_type
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -31,13 +31,14 @@ class InputText(Strict):
     text: str
 
 
-class OutputText(Strict):
+class OutputText(Returned):
     """Text of the assistant, as a response has it. Annotations and log-probabilities say nothing to the model."""
 
     type: Literal["output_text"]
     text: str
     annotations: list[dict[str, Any]] | None = None
     logprobs: list[dict[str, Any]] | None = None
+    parsed: Parsed = None
 
 
 Part = Annotated[
@@ -46,7 +47,7 @@ Part = Annotated[
 ]
 
 
-class MessageItem(Strict):
+class MessageItem(Returned):
     """A message, of the client or of an earlier response."""
 
     type: Literal["message"] = "message"
@@ -57,13 +58,14 @@ class MessageItem(Strict):
     phase: None = None
 
 
-class FunctionCallItem(Strict):
+class FunctionCallItem(Returned):
     """A call that the model made."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    parsed_arguments: Parsed = None
     id: str | None = None
     status: Status | None = None
 
@@ -92,7 +94,7 @@ class ReasoningText(Strict):
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(Returned):
     """What the model thought before it answered."""
 
     type: Literal["reasoning"]
@@ -172,7 +174,7 @@ class Reasoning(Strict):
 class ResponsesStreamOptions(Strict):
     """`stream_options`: nothing is added to events to hide their lengths."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class ResponsesRequest(Strict):

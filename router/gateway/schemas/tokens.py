@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from router.gateway.schemas.chat import Message, Tool
+from router.gateway.schemas.chat import Message, Tools
 from router.gateway.schemas.common import Items, Strict
 
 
@@ -16,7 +16,7 @@ class TokenizeRequest(Strict):
     model: str
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1, fail_fast=True)
-    tools: Items[Tool] | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
