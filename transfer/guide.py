@@ -12,11 +12,14 @@ from pathlib import Path
 
 import llguidance.hf
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from transformers import AutoTokenizer
 
 KEPT = 64
 """Compiled grammars that are kept, those that were used last."""
+STEP_ITEMS = 5000
+"""Rules that may be under way in one step, a tenth of llguidance's limit. JSON has hundreds of them; ambiguous grammars
+have ever more, until a step takes seconds in which no other answer goes on."""
 
 
 class GuideError(ValueError):
@@ -50,8 +53,8 @@ class Guide:
 
 
 class Guides:
-    """Compiles grammars for the tokenizer in the model directory `path`. Any thread may call; llguidance bounds what
-    compiling takes, and leaves the interpreter to others meanwhile."""
+    """Compiles grammars for the tokenizer in the model directory `path`. Any thread may call; compiling leaves
+    the interpreter to others. What it takes is not bounded here: grammars of clients are tried before."""
 
     def __init__(self, path: Path, vocab_size: int, eos: frozenset[int]) -> None:
         self._path, self._vocab_size, self._eos = path, vocab_size, sorted(eos)
@@ -66,7 +69,7 @@ class Guides:
                 self._compiled.move_to_end(grammar)
                 return Guide(matcher.deep_copy(), self._vocab_size)
             self._tokenizer = tokenizer = self._tokenizer or self._load()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=STEP_ITEMS))
         if matcher.is_error():
             raise GuideError(_first_line(matcher.get_error()))
         Guide(matcher, self._vocab_size).allowed()

@@ -23,6 +23,7 @@ from router.gateway.parsers import reasoning_parser, tool_parser
 from router.gateway.server import ServerConfig
 from router.gateway.service import Service
 from router.gateway.text import Text
+from router.gateway.trial import Trials
 from router.route import Router
 from router.view import View
 from transfer.directory import Directory, PeerDead, PeerError
@@ -30,7 +31,6 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
-from transfer.guide import Guides
 from transfer.messages import Delta, WorkerStatus
 
 _log = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class Gateway:
         template = self._text.template
         tools = tool_parser(self._config.tool_parser, template)
         reasoning = reasoning_parser(self._config.reasoning_parser, template)
-        guides = Guides(self._model, limits.vocab_size, frozenset())
-        service = Service(self._text, self._dispatcher, limits, guides, tools, reasoning)
+        trials = Trials(self._text, limits.vocab_size)
+        service = Service(self._text, self._dispatcher, limits, trials, tools, reasoning)
         app = create_app(service, self._ready, self._render, self._config)
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]

@@ -52,11 +52,14 @@ def _json(schema: dict[str, Any] | str, field: str) -> str:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise invalid(f"{field}: not a JSON schema: {error}", field) from None
     if not isinstance(schema, dict):
         raise invalid(f"{field}: a JSON schema is an object, got {type(schema).__name__}", field)
-    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
+    except (ValueError, RecursionError) as error:  # of nesting
+        raise invalid(f"{field}: not a schema that can be read: {error}", field) from None
 
 
 def _choice(choices: list[str]) -> str:

@@ -23,7 +23,7 @@ from router.gateway.schemas.chat import ChatRequest, NamedTool
 from router.gateway.schemas.common import Sampling
 from router.gateway.schemas.completions import CompletionRequest
 from router.gateway.text import Text
-from transfer.guide import GuideError, Guides
+from router.gateway.trial import Trials
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -32,34 +32,36 @@ TextOrTokens = str | list[int] | list[str] | list[list[int]]
 
 
 class Service:
-    """`tools` and `reasoning` are how this model's output is parsed; `guides` checks grammars before workers get
-    them."""
+    """`tools` and `reasoning` are how this model's output is parsed; `trials` try grammars before workers
+    get them."""
 
     def __init__(
         self,
         text: Text,
         dispatcher: Dispatcher,
         limits: Limits,
-        guides: Guides,
+        trials: Trials,
         tools: type[ToolParser],
         reasoning: type[ReasoningParser] | None,
     ) -> None:
         self.text = text
         self.limits = limits
         self._dispatcher = dispatcher
-        self._guides = guides
+        self._trials = trials
         self._tools = tools
         self._reasoning = reasoning
 
     async def chat(self, request: ChatRequest) -> list[Job]:
         """The jobs of a chat, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
-        return await asyncio.to_thread(self._chat, request)
+        made, field = await asyncio.to_thread(self._chat, request)
+        return await self._tried(made, field)
 
     async def completion(self, request: CompletionRequest) -> list[Job]:
         """The jobs of a completion request, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
-        return await asyncio.to_thread(self._completion, request)
+        made, field = await asyncio.to_thread(self._completion, request)
+        return await self._tried(made, field)
 
     def check_model(self, name: str) -> None:
         """Raises ApiError 404 for a model that is not served."""
@@ -95,6 +97,12 @@ class Service:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tried(self, made: list[Job], field: str) -> list[Job]:
+        """The same jobs. Raises ApiError for a grammar that does not compile or that nothing fits."""
+        if text := made[0].sampling.guide:
+            await self._trials.check(text, field)
+        return made
 
     async def _feed(self, job: Job, queue: asyncio.Queue[Piece | BaseException | None], begun: asyncio.Event) -> None:
         try:
@@ -136,7 +144,8 @@ class Service:
 
     # --- in threads: templates, tokenizing and hashing of long prompts take tens of milliseconds -------------------
 
-    def _chat(self, request: ChatRequest) -> list[Job]:
+    def _chat(self, request: ChatRequest) -> tuple[list[Job], str]:
+        """The jobs, and the field that their grammar comes from."""
         self._check_size(sum(len(message.text) for message in request.messages), "messages")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs: only with logprobs", "top_logprobs")
@@ -155,9 +164,10 @@ class Service:
         wanted = Wanted(request.max_completion_tokens, "max_completion_tokens", "messages")
         if request.max_completion_tokens is None:
             wanted = Wanted(request.max_tokens, "max_tokens", "messages")
-        return jobs(request, [(tokens, None)], wanted, self.limits, self._grammar(request, forced), output)
+        made, field = grammar(request, forced)
+        return jobs(request, [(tokens, None)], wanted, self.limits, made, output), field
 
-    def _completion(self, request: CompletionRequest) -> list[Job]:
+    def _completion(self, request: CompletionRequest) -> tuple[list[Job], str]:
         _check_stream(request)
         if request.best_of is not None and request.best_of < (request.n or 1):
             raise invalid(f"best_of: {request.best_of} is less than n: {request.n or 1}", "best_of")
@@ -167,7 +177,8 @@ class Service:
             raise invalid("max_tokens: 0 is only allowed with echo, must be at least 1", "max_tokens")
         length = COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         prompts = self._prompts(request.prompt, "prompt")
-        return jobs(request, prompts, Wanted(length, "max_tokens", "prompt"), self.limits, self._grammar(request))
+        made, field = grammar(request)
+        return jobs(request, prompts, Wanted(length, "max_tokens", "prompt"), self.limits, made), field
 
     def _prompts(self, prompt: TextOrTokens, field: str) -> list[tuple[list[int], str | None]]:
         """Every prompt as token ids, and as the text that the client sent."""
@@ -224,16 +235,6 @@ class Service:
             return LLMatcher.grammar_from_lark(self._tools.grammar(specs, many, self.text.added))
         except ValueError as error:
             raise invalid(f"tools: {error}", "tools") from None
-
-    def _grammar(self, request: Sampling, tools: str = "") -> str:
-        """Raises ApiError for a grammar that does not compile or that nothing fits."""
-        text, field = grammar(request, tools)
-        if text:
-            try:
-                self._guides.compile(text)
-            except GuideError as error:
-                raise invalid(f"{field}: {error}", field) from None
-        return text
 
 
 def _check_stream(request: Sampling) -> None:

@@ -49,6 +49,19 @@ class Text:
         return template.get("default") if isinstance(template, dict) else template
 
     @property
+    def description(self) -> str:
+        """The tokenizer as JSON."""
+        bare = Tokenizer.from_str(self._fast.to_str())
+        bare.no_padding()
+        bare.no_truncation()
+        return str(bare.to_str())
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends an answer, as the tokenizer has it."""
+        return self._tokenizer.eos_token_id
+
+    @property
     def specials(self) -> dict[str, int]:
         """The special tokens by their texts."""
         return self._specials

@@ -11,7 +11,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from cluster.models import DEFAULT_MODEL, resolve
 from router.config import GatewayConfig, RouterConfig
 from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
@@ -20,9 +19,9 @@ from router.gateway.parsers import tool_parser
 from router.gateway.server import ServerConfig
 from router.gateway.service import Service
 from router.gateway.text import Text
+from router.gateway.trial import Trials
 from router.route import Router
 from router.view import View
-from transfer.guide import Guides
 from transfer.messages import Delta, Outcome, Request
 
 MODEL = "model"
@@ -74,8 +73,8 @@ def application(text: Text, directory: Played, config: GatewayConfig) -> FastAPI
     view = View([("both-0", "both")])
     directory.dispatcher = Dispatcher("g", Router(view, RouterConfig()), directory, RouterConfig(), config)
     limits = Limits(MODEL, 1_000_000, 16, 49152, "model", 0, 0.0, config.request_timeout_s)
-    guides = Guides(resolve(DEFAULT_MODEL), limits.vocab_size, frozenset())
-    service = Service(text, directory.dispatcher, limits, guides, tool_parser("auto", None), None)
+    trials = Trials(text, limits.vocab_size)
+    service = Service(text, directory.dispatcher, limits, trials, tool_parser("auto", None), None)
     return create_app(service, lambda: True, lambda: b"", config)
 
 
