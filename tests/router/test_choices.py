@@ -57,7 +57,9 @@ async def test_other_choices_begin_when_the_first_has_a_token(text: Text) -> Non
     play = Numbered()
     play.open.clear()
     asking = asyncio.create_task(post(text, play, prompt=[[1] * 20, [2] * 30], n=3, seed=5))
-    await asyncio.sleep(0.2)
+    while len(play.begun) < 2:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # for those that should not begin
     assert sorted(play.begun) == [(1, 5), (2, 5)]
     play.open.set()
     await asking
