@@ -81,7 +81,8 @@ class Guides:
 
     def _load(self) -> LLTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=self._vocab_size, eos_token=self._eos or None)
+        size = max(self._vocab_size, len(tokenizer))
+        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=self._eos or None)
 
 
 def _first_line(message: str) -> str:

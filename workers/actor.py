@@ -400,7 +400,8 @@ class Worker:
     def _finish(self, job: Job, delta: Delta) -> None:
         """The engine is done with a request; a hand-off that ended on its first token has nothing to send."""
         self._front.jobs.pop(job.id, None)
-        job.end(Outcome("failed", error=delta.error) if delta.error else Outcome("done"))
+        failed = Outcome("refused" if delta.refused else "failed", error=delta.error)
+        job.end(failed if delta.error else Outcome("done"))
         if job.decode is not None:
             self._handover.forgo(job)
 

@@ -69,6 +69,8 @@ class Sequence:
         self.believed = 0
         self.spare: list[int] = []
         self.guide = guide
+        self._seen: np.ndarray | None = None
+        self._looked_at = 0
         self.rows = PromptRows(self._tokens[: self.prompt_length], request.sampling.prompt_logprobs)
 
     @property
@@ -95,6 +97,15 @@ class Sequence:
     def wants_logits(self) -> bool:
         """Whether the logits of the next tokens are wanted, since they tell of tokens of the prompt."""
         return self.request.sampling.prompt_logprobs is not None and self.computed < self.prompt_length - 1
+
+    def seen(self, vocabulary: int) -> np.ndarray:
+        """Which tokens there are so far, bool `[vocabulary]`."""
+        if self._seen is None:
+            self._seen = np.zeros(vocabulary, dtype=bool)
+        new = self._tokens[self._looked_at : self.length]
+        self._seen[new[new < vocabulary]] = True
+        self._looked_at = self.length
+        return self._seen
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Token ids `[start, stop)`, int32."""

@@ -47,14 +47,13 @@ class TakeOver:
         """Keep blocks for a prompt and open a lease on them. Waits for blocks as long as the request may wait; the
         answer is an Outcome when they are not to be had."""
         request = reserve.request
-        try:
-            guide = await self._front.guide(request)  # before an abort could find the job without its reservation
-        except ValueError as error:
-            return Outcome("failed", error=f"{self._name} cannot reserve: {error}")
         job = Job(request, time.monotonic() + request.timeout_s)
         job.reserved = asyncio.get_running_loop().create_future()
         self._front.jobs[job.id] = job
         try:
+            guide = await self._front.guide(request)
+            if self._front.jobs.get(job.id) is not job:
+                return Outcome("aborted")
             await self._front.on_engine(lambda engine: engine.reserve(request, guide))
             reserved = await asyncio.wait_for(asyncio.shield(job.reserved), request.timeout_s)
         except (ValueError, asyncio.TimeoutError) as error:

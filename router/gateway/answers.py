@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
@@ -95,6 +96,10 @@ class OpenAIAnswer(Answer, Generic[R]):
         async for piece in pieces:
             self._add(piece)
             collected[piece.index].add(piece)
+        # Beside the event loop: log-probabilities of thousands of tokens take long to show.
+        return await asyncio.to_thread(self._shown, collected)
+
+    def _shown(self, collected: list[Collected]) -> dict[str, Any]:
         choices = [self._choice(job, one) for job, one in zip(self._jobs, collected, strict=True)]
         return {
             **self._head(self.object_name),

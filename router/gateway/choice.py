@@ -14,8 +14,8 @@ from transfer.messages import TokenLogprobs
 class Piece:
     """The next part of a choice's answer. `index` is the choice's number among all of the request's. The last piece of
     a choice has its `finish_reason`: "stop" (`stop` is the stop string, if it was one), "length" or "tool_calls". Of
-    `tokens`, the first `reasoning_tokens` are not the answer itself. `logprobs` has one entry a token where they are
-    asked for; `prompt_logprobs` and `embedding` come with the first piece."""
+    `tokens`, the first `reasoning_tokens` are not the answer itself. `logprobs` has one entry for each of the others
+    where they are asked for; `prompt_logprobs` and `embedding` come with the first piece."""
 
     index: int
     text: str
@@ -54,9 +54,12 @@ class Choice:
     def piece(self, output: Output) -> Piece:
         """An output as text. A stop string ends the answer at the token that completed it."""
         parsed, thought, used = Parsed(), 0, len(output.tokens)
+        told: list[TokenLogprobs] = []
         for number, token in enumerate(output.tokens, 1):
             parsed = _joined(parsed, self._parse(self._stream.push(token)))
             thought += self._thinking
+            if not self._thinking:
+                told += output.logprobs[number - 1 : number]
             if self._stream.stopped is not None:
                 used = number
                 break
@@ -75,7 +78,7 @@ class Choice:
             reasoning=parsed.reasoning,
             reasoning_tokens=thought,
             calls=calls,
-            logprobs=output.logprobs[:used],
+            logprobs=tuple(told),
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.embedding,
         )
@@ -83,8 +86,10 @@ class Choice:
     def _parse(self, text: str) -> Parsed:
         if self._reasoning is None:
             return self._find_calls(Parsed(text))
+        self._thinking = self._thinking or self._reasoning.thinking
         split = self._reasoning.push(text)
-        self._thinking = (self._thinking or bool(split.reasoning)) and not split.text
+        # What stands between the end of reasoning and the answer's first word belongs to neither, and is counted here.
+        self._thinking = (self._thinking or self._reasoning.thinking) and not split.text
         return self._find_calls(split)
 
     def _rest(self) -> Parsed:

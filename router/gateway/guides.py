@@ -9,12 +9,12 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from router.gateway.errors import invalid
+from router.gateway.parsers.grammar import COMPACT
 from router.gateway.schemas.chat import ChatRequest, JsonObject, JsonSchemaFormat
 from router.gateway.schemas.common import Sampling
 
 MAX_GRAMMAR_CHARS = 200_000
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""One way to write each value: where white space is free, small models write nothing else."""
+JSON_STYLE: Any = COMPACT
 
 
 def grammar(request: Sampling, tools: str = "") -> tuple[str, str]:
@@ -22,7 +22,7 @@ def grammar(request: Sampling, tools: str = "") -> tuple[str, str]:
     of calls which have to be made. Raises ApiError where there is more than one, and for what is none."""
     found = {field: made for field, made in _given(request) if made}
     if tools:
-        found["tool_choice"] = tools
+        found["tools"] = tools
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(f"{second}: not together with {first}: an answer can only follow one of them", second)

@@ -85,7 +85,7 @@ async def respond(
         finally:
             await pieces.aclose()
         count(request, "ok")
-        return JSONResponse(body, headers=headers())
+        return await asyncio.to_thread(JSONResponse, body, headers=headers())
     feed, keepalive_s = _Feed(pieces), _config(request).keepalive_s
     try:
         await unless_gone(request, asyncio.wait({feed.first}, timeout=keepalive_s))

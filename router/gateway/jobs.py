@@ -13,6 +13,8 @@ from router.gateway.schemas.common import Sampling
 from transfer.messages import SamplingParams, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
+MAX_TOLD = 100_000
+"""Log-probabilities that are told of a prompt: they come in one message, and in one answer."""
 MAX_JOBS = 512
 """Choices of one request, over all its prompts."""
 
@@ -33,7 +35,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Form:
     """How the answers of a chat are read: by which parsers, whether reasoning has begun with the prompt, and whether no
     more than one call may be made."""
 
@@ -63,7 +65,7 @@ class Job:
     stops: list[str]
     text: str | None = None
     empty: bool = False
-    output: Output = Output()
+    form: Form = Form()
 
     @property
     def prompt_tokens(self) -> int:
@@ -86,7 +88,7 @@ def jobs(
     wanted: Wanted,
     limits: Limits,
     grammar: str = "",
-    output: Output = Output(),  # frozen
+    form: Form = Form(),
 ) -> list[Job]:
     """The jobs of a request with these prompts, as token ids and text. Raises ApiError for what cannot be served."""
     choices = request.choices
@@ -111,14 +113,22 @@ def jobs(
             timeout_s=request.timeout,
         )
         sampling = _sampling(request, length, limits.vocab_size, grammar)
+        if sampling.prompt_logprobs is not None:
+            _check_told(request, len(tokens) * (1 + sampling.prompt_logprobs))
         for choice in range(choices):
             own = replace(sampling, seed=_seed(request.seed, choice))
-            made.append(Job(len(made), source, choice == 0, prompt, own, request.stops, text, length == 0, output))
+            made.append(Job(len(made), source, choice == 0, prompt, own, request.stops, text, length == 0, form))
             if choice == 0 and sampling.prompt_logprobs is not None:
                 # They need all of the prompt computed: nobody looks for a cache. All choices would tell the same.
                 made[-1] = replace(made[-1], prompt=replace(prompt, chain=PrefixChain(root, (), limits.block_size)))
                 sampling = replace(sampling, prompt_logprobs=None)
     return made
+
+
+def _check_told(request: Sampling, entries: int) -> None:
+    if entries > MAX_TOLD:
+        name = "prompt_logprobs" if request.prompt_logprobs is not None else "logprobs"
+        raise invalid(f"{name}: {entries} log-probabilities of a prompt, at most {MAX_TOLD} are allowed", name)
 
 
 def check_length(tokens: int, field: str, limit: int) -> None:

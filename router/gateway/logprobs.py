@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from router.gateway.text import Text
+from router.gateway.text import REPLACEMENT, Text
 from transfer.messages import TokenLogprobs
 
 LEAST = -9999.0
@@ -19,6 +20,7 @@ class LogprobsView:
         self._text = text
         self._first = True
         self._offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """The `logprobs` object of chat: one entry a token, whose bytes joined are the text."""
@@ -34,17 +36,17 @@ class LogprobsView:
         shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             token = entry if isinstance(entry, int) else entry.token
-            shown["tokens"].append(self._text.name(token))
+            shown["tokens"].append(self._name(token))
             shown["text_offset"].append(self._offset)
-            self._offset += len(self._text.bytes_of(token, self._first).decode(errors="ignore"))
+            self._offset += len(self._decoder.decode(self._text.bytes_of(token, self._first)))
             self._first = False
             if isinstance(entry, int):
                 shown["token_logprobs"].append(None)
                 shown["top_logprobs"].append(None)
             else:
                 shown["token_logprobs"].append(max(entry.logprob, LEAST))
-                top = {self._text.name(token): max(logprob, LEAST) for token, logprob in entry.top}
-                shown["top_logprobs"].append({self._text.name(token): max(entry.logprob, LEAST), **top})
+                top = {self._name(token): max(logprob, LEAST) for token, logprob in entry.top}
+                shown["top_logprobs"].append({**top, self._name(entry.token): max(entry.logprob, LEAST)})
         return shown
 
     def prompt(self, entries: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
@@ -59,6 +61,13 @@ class LogprobsView:
                 }
             )
         return shown
+
+    def _name(self, token: int) -> str:
+        """As text; parts of characters as OpenAI shows them, so that two of them are not taken for one."""
+        name = self._text.name(token)
+        if REPLACEMENT not in name:
+            return name
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self._text.bytes_of(token))
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = list(self._text.bytes_of(token, self._first))

@@ -25,8 +25,8 @@ from router.gateway.service import Service
 from router.gateway.store import MAX_AGE_S, ResponseStore, Stored
 from router.gateway.translate import named
 
-MAX_BACKGROUND = 256
-"""Background responses of a gateway that are under way at a time."""
+MAX_BACKGROUND = 64
+"""Background responses of a gateway that are under way at a time: each holds its whole conversation."""
 
 
 def routes(service: Service, check_ready: Callable[[], None], config: GatewayConfig) -> APIRouter:

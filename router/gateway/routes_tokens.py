@@ -44,8 +44,7 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         wanted = await body_as(DetokenizeRequest, request)
         service.check_model(wanted.model)
-        tokens = service.known(wanted.tokens, "tokens")
-        text = await asyncio.to_thread(service.text.decode, tokens, False)
+        text = await asyncio.to_thread(_detokenized, service, wanted)
         count(request, "ok")
         return JSONResponse({"prompt": text})
 
@@ -56,11 +55,25 @@ def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
     text = service.text
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt: either prompt or messages, and not both", "prompt")
+    most = service.limits.max_model_len
+    chat_only = {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
+    prompt_only = {"add_special_tokens": request.add_special_tokens}
+    for field, value in (chat_only if request.prompt is not None else prompt_only).items():
+        if value is not None:
+            raise invalid(f"{field}: not with {'prompt' if request.prompt is not None else 'messages'}", field)
     if request.prompt is not None:
+        text.check_size(len(request.prompt), most, "prompt")
         tokens = text.encode(request.prompt, request.add_special_tokens is not False)
     else:
         chat = ChatRequest(model=request.model, messages=request.messages or [], tools=request.tools)
         messages, tools = conversation(chat, text.template or "")
-        tokens, _ = text.chat(messages, tools, request.chat_template_kwargs)
+        tokens, _ = text.chat(messages, tools, request.chat_template_kwargs, most)
     shown = {"token_strs": [text.name(token) for token in tokens]} if request.return_token_strs else {}
-    return {"count": len(tokens), "max_model_len": service.limits.max_model_len, "tokens": tokens, **shown}
+    return {"count": len(tokens), "max_model_len": most, "tokens": tokens, **shown}
+
+
+def _detokenized(service: Service, request: DetokenizeRequest) -> str:
+    most = service.limits.max_model_len
+    if len(request.tokens) > most:
+        raise invalid(f"tokens: {len(request.tokens)} tokens are more than the context of {most}", "tokens")
+    return service.text.decode(service.known(request.tokens, "tokens"), skip_special_tokens=False)

@@ -17,7 +17,7 @@ from router.gateway.conversation import conversation, shown_tools
 from router.gateway.dispatch import Dispatcher
 from router.gateway.errors import ApiError, invalid
 from router.gateway.guides import grammar
-from router.gateway.jobs import Job, Limits, Output, Wanted, jobs
+from router.gateway.jobs import Form, Job, Limits, Wanted, jobs
 from router.gateway.parsers import ReasoningParser, ToolParser, ToolSpec
 from router.gateway.schemas.chat import ChatRequest, NamedTool
 from router.gateway.schemas.common import Sampling
@@ -136,36 +136,34 @@ class Service:
                     return
 
     def _choice(self, job: Job) -> Choice:
-        output = job.output
-        reasoning = output.reasoning(output.thinking) if output.reasoning is not None else None
-        tools = output.tools() if output.tools is not None else None
-        stream = self.text.stream(job.stops, output.visible)
-        return Choice(job.index, stream, reasoning, tools, output.single_call)
+        form = job.form
+        reasoning = form.reasoning(form.thinking) if form.reasoning is not None else None
+        tools = form.tools() if form.tools is not None else None
+        return Choice(job.index, self.text.stream(job.stops, form.visible), reasoning, tools, form.single_call)
 
     # --- in threads: templates, tokenizing and hashing of long prompts take tens of milliseconds -------------------
 
     def _chat(self, request: ChatRequest) -> tuple[list[Job], str]:
         """The jobs, and the field that their grammar comes from."""
-        self._check_size(sum(len(message.text) for message in request.messages), "messages")
         if request.top_logprobs is not None and not request.logprobs:
             raise invalid("top_logprobs: only with logprobs", "top_logprobs")
         _check_stream(request)
         forced = self._forced_calls(request)
+        made, field = grammar(request, forced)
         messages, tools = conversation(request, self.text.template or "")
-        tokens, end = self.text.chat(messages, tools, request.chat_template_kwargs)
-        output = Output(
-            reasoning=self._reasoning,
-            tools=self._tools if shown_tools(request) else None,
-            thinking=self._reasoning is not None and self._reasoning.opened_by(end),
+        tokens, end = self.text.chat(messages, tools, request.chat_template_kwargs, self.limits.max_model_len)
+        # What follows a grammar is that alone: calls where it forces them, and no reasoning.
+        reasoning = None if made else self._reasoning
+        form = Form(
+            reasoning=reasoning,
+            tools=self._tools if forced or (shown_tools(request) and not made) else None,
+            thinking=reasoning is not None and reasoning.opened_by(end),
             single_call=request.parallel_tool_calls is False,
         )
-        if forced and self._reasoning is not None:
-            output = replace(output, reasoning=None)  # the grammar has no place for it
         wanted = Wanted(request.max_completion_tokens, "max_completion_tokens", "messages")
         if request.max_completion_tokens is None:
             wanted = Wanted(request.max_tokens, "max_tokens", "messages")
-        made, field = grammar(request, forced)
-        return jobs(request, [(tokens, None)], wanted, self.limits, made, output), field
+        return jobs(request, [(tokens, None)], wanted, self.limits, made, form), field
 
     def _completion(self, request: CompletionRequest) -> tuple[list[Job], str]:
         _check_stream(request)
@@ -195,8 +193,8 @@ class Service:
 
     def _prompt(self, prompt: str | list[int], field: str) -> tuple[list[int], str | None]:
         if isinstance(prompt, str):
-            self._check_size(len(prompt), field)
-            return self.text.encode(prompt), prompt
+            self.text.check_size(len(prompt), self.limits.max_model_len, field)
+            return self.known(self.text.encode(prompt), field), prompt
         return self.known(prompt, field), None
 
     def known(self, tokens: list[int], field: str) -> list[int]:
@@ -207,15 +205,6 @@ class Service:
                     f"{field}.{position}: token id {token} is outside the vocabulary of {self.limits.vocab_size}", field
                 )
         return tokens
-
-    def _check_size(self, characters: int, field: str) -> None:
-        limit = self.limits.max_model_len
-        if self.text.certainly_over(characters, limit):
-            raise invalid(
-                f"{field}: {characters} characters are more than the context of {limit} tokens can hold",
-                field,
-                "context_length_exceeded",
-            )
 
     def _forced_calls(self, request: ChatRequest) -> str:
         """The grammar of the calls that have to be made; empty where none has to."""
@@ -240,5 +229,8 @@ class Service:
 def _check_stream(request: Sampling) -> None:
     if request.stream_options is not None and not request.stream:
         raise invalid("stream_options: only with stream", "stream_options")
+    if request.wants_running_usage and not request.wants_usage:
+        field = "stream_options.continuous_usage_stats"
+        raise invalid(f"{field}: only with include_usage", field)
     if request.stream and request.prompt_logprobs is not None:
         raise invalid("prompt_logprobs: not with stream", "prompt_logprobs")

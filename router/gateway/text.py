@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer
@@ -31,7 +30,8 @@ class Text:
         # For text in which nothing is a special token, whatever it says.
         self._plain: Tokenizer = Tokenizer.from_str(self._fast.to_str())
         self._plain.encode_special_tokens = True
-        self._own_values = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) | {"messages"}
+        own = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        self._own_values = {"messages", *own, *self._tokenizer.special_tokens_map}
         vocabulary = self._tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary))
         added = self._fast.get_added_tokens_decoder()
@@ -75,31 +75,41 @@ class Text:
         """Token ids of a text as it stands, with the special tokens that the model puts around a text."""
         return _ids(self._fast, text, add_special_tokens)
 
-    def certainly_over(self, characters: int, tokens: int) -> bool:
-        """Whether a text of so many characters cannot fit into so many tokens, told without tokenizing it."""
-        return characters > tokens * self._longest_token
+    def check_size(self, characters: int, tokens: int, field: str) -> None:
+        """Raises ApiError for a text of so many characters that cannot fit into so many tokens, told without tokenizing
+        it."""
+        if characters > tokens * self._longest_token:
+            raise invalid(
+                f"{field}: {characters} characters are more than the context of {tokens} tokens can hold",
+                field,
+                "context_length_exceeded",
+            )
 
     def chat(
         self,
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         template_values: dict[str, Any] | None = None,
+        most: int | None = None,
     ) -> tuple[list[int], str]:
         """Token ids of a chat up to where the assistant answers, and the end of their text. What looks like a special
-        token in a message stays text. Raises ApiError 400 with the template's refusal."""
+        token in a message stays text. Raises ApiError 400 with the template's refusal, and for what is certainly more
+        than `most` tokens."""
         if not self._tokenizer.chat_template:
             raise invalid("this model has no chat template; use /v1/completions", "messages")
         if taken := self._own_values & set(template_values or {}):
             name = f"chat_template_kwargs.{min(taken)}"
             raise invalid(f"{name}: is not for clients to set", name)
         guard = _Guard(self._specials, self._special)
-        messages, tools = guard.hide(messages), guard.hide(tools)
+        messages, tools, values = (guard.hide(one) for one in (messages, tools, template_values or {}))
         try:
             rendered = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **(template_values or {})
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **values
             )
-        except (TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        except Exception as error:  # a template fails in as many ways as what it is given can be wrong
             raise invalid(f"messages: the chat template refuses them: {error}", "messages") from None
+        if most is not None:
+            self.check_size(len(rendered), most, "messages")
         if not guard.hidden:
             return self.encode(rendered, add_special_tokens=False), rendered[-200:]
         return self._encode_guarded(rendered, guard), guard.shown(rendered[-200:])
@@ -208,13 +218,11 @@ class TextStream:
         if self.stopped is not None:
             return ""
         if token in self._visible:
-            self._complete()
+            self._new_segment()
             self._decoded += self._visible[token]
-            self._decoder, self._tokens = DecodeStream(skip_special_tokens=True), []
             self._segment = len(self._decoded)
         else:
-            self._tokens.append(token)
-            self._decoded += self._decoder.step(self._tokenizer, token) or ""
+            self._step(token)
         return self._give(self._held_back())
 
     def finish(self) -> str:
@@ -223,6 +231,21 @@ class TextStream:
             return ""
         self._complete()
         return self._give(0)
+
+    def _step(self, token: int) -> None:
+        try:
+            text = self._decoder.step(self._tokenizer, token)
+        except Exception:  # its own; bytes that are no character and then another token are too much for it
+            self._new_segment()
+            text = self._decoder.step(self._tokenizer, token)
+        self._tokens.append(token)
+        self._decoded += text or ""
+
+    def _new_segment(self) -> None:
+        """Decode what follows by itself."""
+        self._complete()
+        self._decoder, self._tokens = DecodeStream(skip_special_tokens=True), []
+        self._segment = len(self._decoded)
 
     def _complete(self) -> None:
         """Decode what the incremental decoder still holds back."""
@@ -244,7 +267,11 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Length of the longest end of the text that is the beginning of a stop string."""
-        for length in range(min(self._longest, len(self._decoded)), 0, -1):
-            if any(stop.startswith(self._decoded[-length:]) for stop in self._stops):
-                return length
-        return 0
+        end, most = self._decoded[-self._longest :] if self._longest else "", 0
+        for stop in self._stops:
+            start = end.find(stop[0])
+            while start >= 0 and len(end) - start > most:
+                if stop.startswith(end[start:]):
+                    most = len(end) - start
+                start = end.find(stop[0], start + 1)
+        return most

@@ -160,7 +160,19 @@ def test_reasoning_text_and_calls_are_told_apart(text: Text, cuts: list[int]) ->
     assert [piece.finish_reason for piece in made] == [None] * (len(made) - 1) + ["tool_calls"]
     assert {piece.index for piece in made} == {3}
     thought = len(text.encode("<think>\nOne and one.\n</think>\n\n"))
-    assert abs(sum(piece.reasoning_tokens for piece in made) - thought) <= 4  # where tags and tokens do not align
+    assert abs(sum(piece.reasoning_tokens for piece in made) - thought) <= 4  # tags are several tokens here
+
+
+def test_log_probabilities_are_those_of_the_answer_alone(text: Text) -> None:
+    reasoning = reasoning_parser("think", None)
+    assert reasoning is not None
+    choice = Choice(0, text.stream([]), reasoning(True))
+    tokens = text.encode("One.\n</think>\n\nTwo is it.")
+    told = tuple(TokenLogprobs(token, -1.0) for token in tokens)
+    piece = choice.piece(Output(tuple(tokens), 0, "stop", told))
+    assert piece.reasoning_tokens + len(piece.logprobs) == len(tokens)
+    shown = LogprobsView(text).chat(piece.logprobs)["content"]
+    assert bytes(byte for entry in shown for byte in entry["bytes"]).decode() == "Two is it." == piece.text
 
 
 def test_without_parallel_calls_only_the_first_comes_out(text: Text) -> None:
@@ -196,3 +208,14 @@ def test_offsets_are_those_of_the_text(text: Text) -> None:
     shown = LogprobsView(text).completion([tokens[0], *(TokenLogprobs(token, -1.0) for token in tokens[1:])])
     assert [("One two three")[start:] for start in shown["text_offset"]] == ["One two three", " two three", " three"]
     assert shown["token_logprobs"] == [None, -1.0, -1.0]
+
+
+def test_parts_of_a_character_have_names_of_their_own(text: Text) -> None:
+    tokens = text.encode("a🏳b")
+    assert len(tokens) > 3
+    shown = LogprobsView(text).completion([TokenLogprobs(token, -1.0) for token in tokens])
+    assert shown["text_offset"][0] == 0
+    assert shown["text_offset"][-1] == 2
+    parts = shown["tokens"][1:-1]
+    assert len(set(parts)) == len(parts)
+    assert all(part.startswith("bytes:\\x") for part in parts)

@@ -79,3 +79,14 @@ def test_a_stop_string_over_several_tokens_and_inside_one(bpe: Text) -> None:
     assert stream(bpe, tokens, ["DEFGHIJ"])[:2] == ("ABC ", True)
     assert stream(bpe, tokens, ["EF"])[:2] == ("ABC D", True)
     assert stream(bpe, tokens, ["DEFX"])[:2] == (bpe.decode(tokens), False)
+
+
+@pytest.mark.parametrize("cut", [["\n", "<0xE2>", "<0x80>", "a"], ["<0x0A>", "<0xE2>", "a", "<0x80>", "<0xE2>"]])
+def test_bytes_that_are_no_character_fail_nothing(sentencepiece: Text, cut: list[str]) -> None:
+    """As where a length ends a character, and the model goes on with something else."""
+    ids = [sentencepiece._fast.token_to_id(piece) for piece in cut]
+    tokens = [token for token in ids if token is not None]
+    joined, _, used = stream(sentencepiece, tokens, [])
+    assert used == len(tokens)
+    assert joined.encode()
+    assert joined.count("a") == 1

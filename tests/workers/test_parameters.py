@@ -29,7 +29,9 @@ EOS = frozenset([2])
 
 def adjusted(tokens: list[int], output: int, **params: object) -> torch.Tensor:
     row = torch.arange(10, dtype=torch.float32) - 4
-    adjust(row, Constraints(SamplingParams(9, **params), np.array(tokens), output, EOS, None))  # type: ignore[arg-type]
+    seen = np.isin(np.arange(10), tokens) if "repetition_penalty" in params else None
+    own = np.array(tokens[len(tokens) - output :], dtype=np.int32)
+    adjust(row, Constraints(SamplingParams(9, **params), seen, own, EOS, None))  # type: ignore[arg-type]
     return row
 
 
@@ -272,7 +274,7 @@ def test_a_prompt_that_is_pushed_back_is_told_of_once() -> None:
     logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(2))
     hidden = torch.randn(9, 4, generator=torch.Generator().manual_seed(3))
     once, again = (PromptRows(np.arange(1, 10, dtype=np.int32), 2) for _ in range(2))
-    for rows, chunks in ((once, [(0, 9)]), (again, [(0, 4), (0, 6), (4, 9)])):
+    for rows, chunks in ((once, [(0, 9)]), (again, [(0, 6), (0, 2), (2, 4), (4, 9)])):
         for start, stop in chunks:
             rows.add_logits(start, logits[start:stop])
             rows.add_hidden(start, hidden[start:stop])

@@ -24,13 +24,15 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`input_ids` and `positions` are `[1, T]`; `slots` `[T]` says where each token's KV goes in the pool;
-    `logit_rows` lists the last row of each span, then all rows of those that are wanted whole."""
+    `logit_rows` lists the last row of each span, then all rows of those that are wanted whole. `hidden`: hidden states
+    are wanted, too."""
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     spans: list[Span]
     logit_rows: torch.Tensor
+    hidden: bool = False
 
 
 def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
@@ -55,7 +57,8 @@ def build(works: list[Work], block_size: int, device: torch.device) -> Batch:
     # One copy to the device for all of them.
     packed = np.concatenate([*ids, *positions, *slots, rows]).astype(np.int64)
     parts = torch.from_numpy(packed).to(device, non_blocking=True).split([row, row, row, len(rows)])
-    return Batch(parts[0][None], parts[1][None], parts[2], spans, parts[3])
+    hidden = any(work.sequence.request.embed for work in works)
+    return Batch(parts[0][None], parts[1][None], parts[2], spans, parts[3], hidden)
 
 
 def as_index(rows: np.ndarray) -> slice | torch.Tensor:

@@ -66,7 +66,7 @@ class DecodeGraphs:
 
     def _fitting(self, batch: Batch, contexts: list[SharedContext]) -> _Graph | None:
         rows = len(batch.slots)
-        if not rows == len(batch.spans) == len(batch.logit_rows) <= self._sizes[-1]:
+        if batch.hidden or not rows == len(batch.spans) == len(batch.logit_rows) <= self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         return self._graphs.get((size, min(MAX_LEVELS, depth(contexts))))

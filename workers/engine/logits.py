@@ -14,35 +14,36 @@ from workers.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """One row's: `tokens` are prompt and output, of which the last `output` are output; `ending` are the tokens that
-    would end the answer."""
+    """One row's: `seen` says which tokens prompt and output have, where that is of interest, `output` are those of the
+    output, and `ending` those that would end the answer."""
 
     params: SamplingParams
-    tokens: np.ndarray
-    output: int
+    seen: np.ndarray | None
+    output: np.ndarray
     ending: frozenset[int]
     guide: Guide | None
 
 
-def constraints(sequence: Sequence, ending: frozenset[int]) -> Constraints | None:
+def constraints(sequence: Sequence, ending: frozenset[int], vocabulary: int) -> Constraints | None:
     """What the next token of a sequence has to heed; None where its logits stay as they are."""
     params = sequence.request.sampling
-    output = sequence.request.answered + sequence.generated
+    count = sequence.request.answered + sequence.generated
     penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    if not (penalties or params.logit_bias or sequence.guide or output < params.min_tokens):
+    if not (penalties or params.logit_bias or sequence.guide or count < params.min_tokens):
         return None
-    return Constraints(params, sequence.tokens(0, sequence.length), output, ending, sequence.guide)
+    seen = sequence.seen(vocabulary) if params.repetition_penalty != 1.0 else None
+    output = sequence.tokens(sequence.length - count, sequence.length)
+    return Constraints(params, seen, output, ending, sequence.guide)
 
 
 def adjust(row: torch.Tensor, heeded: Constraints) -> None:
     """Change one row of logits `[vocab]` in place. Raises GuideError when the grammar lets no token follow."""
-    params, vocabulary = heeded.params, row.shape[-1]
-    output = heeded.tokens[len(heeded.tokens) - heeded.output :]
-    if params.repetition_penalty != 1.0:
-        seen = _index(row, np.unique(heeded.tokens))
-        values = row[seen]
+    params, vocabulary, output = heeded.params, row.shape[-1], heeded.output
+    if heeded.seen is not None:
+        seen = torch.from_numpy(heeded.seen).to(row.device, non_blocking=True)
         # As in CTRL (Keskar et al., 2019): what was there becomes less likely, whatever its sign.
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        lower = torch.where(row > 0, row / params.repetition_penalty, row * params.repetition_penalty)
+        row.copy_(torch.where(seen, lower, row))
     if (params.presence_penalty or params.frequency_penalty) and len(output):
         there, counts = np.unique(output, return_counts=True)
         row[_index(row, there)] -= _values(row, params.presence_penalty + params.frequency_penalty * counts)
@@ -51,7 +52,7 @@ def adjust(row: torch.Tensor, heeded: Constraints) -> None:
         tokens, biases = zip(*biased, strict=True) if biased else ((), ())
         row[_index(row, np.array(tokens, dtype=np.int64))] += _values(row, np.array(biases))
     allowed = heeded.guide.allowed() if heeded.guide is not None else np.ones(vocabulary, dtype=bool)
-    if heeded.output < params.min_tokens:
+    if len(output) < params.min_tokens:
         going_on = allowed.copy()
         going_on[[token for token in heeded.ending if token < vocabulary]] = False
         if going_on.any():  # a grammar that can only end here is stronger

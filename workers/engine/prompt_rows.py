@@ -34,9 +34,11 @@ class PromptRows:
 
     def add_hidden(self, start: int, hidden: torch.Tensor) -> None:
         """Last hidden states `[n, size]` of the tokens from number `start` on."""
-        new = hidden[self._pooled - start : len(self._prompt) - start].double().sum(dim=0).cpu().numpy()
-        self._hidden = new if self._hidden is None else self._hidden + new
-        self._pooled = min(start + hidden.shape[0], len(self._prompt))
+        end = min(start + hidden.shape[0], len(self._prompt))
+        if end > self._pooled:
+            new = hidden[self._pooled - start : end - start].double().sum(dim=0).cpu().numpy()
+            self._hidden = new if self._hidden is None else self._hidden + new
+            self._pooled = end
 
     @property
     def embedding(self) -> bytes:

@@ -9,7 +9,7 @@ import torch
 
 from transfer.guide import GuideError
 from transfer.messages import SamplingParams, TokenLogprobs
-from workers.engine.logits import adjust, constraints
+from workers.engine.logits import Constraints, adjust, constraints
 from workers.engine.logprobs import logprobs
 from workers.engine.model import Model
 from workers.engine.sampler import NO_TOKEN, finite_rows, sample
@@ -66,11 +66,11 @@ def _see_rows(works: Items[Work], others: torch.Tensor, model: Model) -> None:
 
 def _adjusted(works: Items[Work], logits: torch.Tensor, model: Model) -> tuple[torch.Tensor, dict[int, str]]:
     """The logits as the requests want them, in a copy where that makes a difference; by row, what went wrong."""
-    heeded = {
-        row: one
-        for row, work in enumerate(works)
-        if _ends(work) and (one := constraints(work.sequence, ending(work.sequence.request.sampling, model.eos)))
-    }
+    heeded: dict[int, Constraints] = {}
+    for row, work in enumerate(works):
+        ends = ending(work.sequence.request.sampling, model.eos)
+        if _ends(work) and (one := constraints(work.sequence, ends, logits.shape[-1])) is not None:
+            heeded[row] = one
     errors: dict[int, str] = {}
     if heeded:
         logits = logits.clone()

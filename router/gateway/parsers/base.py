@@ -97,13 +97,15 @@ class Parser(ABC):
 
 
 class ReasoningParser(Parser):
-    """Splits reasoning from the answer. `open`: the prompt's end has already opened the reasoning."""
+    """Splits reasoning from the answer. `open`: the prompt's end has already opened the reasoning. `thinking`: the
+    output is inside reasoning, as far as is known."""
 
     name: str
     special_tokens: tuple[str, ...]  # texts of special tokens that have to be visible in the decoded text
 
     def __init__(self, open: bool) -> None:
         self._open = open
+        self.thinking = open
         self._reasoning = TrimmedText()
         super().__init__()
 

@@ -25,9 +25,11 @@ class ThinkParser(ReasoningParser):
         opened = yield from source.skip(OPEN)
         before = source.forget()
         if opened or self._open:
+            self.thinking = True
             yield from source.run(SPACE)
             if (yield from source.until((CLOSE,), self._reasoning.add)):
                 source.take(len(CLOSE))
+                self.thinking = False
                 self._reasoning.drop_space()
                 yield from source.run(SPACE)
         else:

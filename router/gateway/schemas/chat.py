@@ -152,6 +152,13 @@ class ChatRequest(Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    prediction: None = None
+    verbosity: Literal["medium"] | None = None
+    web_search_options: None = None
     store: Off | None = None
     service_tier: Literal["auto", "default"] | None = None
 

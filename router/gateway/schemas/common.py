@@ -107,7 +107,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    user: str | None = None
+    user: str | None = Field(None, max_length=MAX_TENANT_CHARS)
     metadata: dict[str, Any] | None = None
     priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     timeout: Annotated[Finite, Field(gt=0)] | None = None
@@ -127,7 +127,7 @@ class Sampling(Strict):
     @property
     def tenant(self) -> str:
         """Between whom workers divide their time: the end user, if the client names one."""
-        return (self.user or "")[:MAX_TENANT_CHARS]
+        return self.user or ""
 
     @property
     def wants_usage(self) -> bool:
@@ -137,7 +137,7 @@ class Sampling(Strict):
     @property
     def wants_running_usage(self) -> bool:
         """Whether each chunk of a stream says what has been used so far."""
-        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def logprobs_wanted(self) -> int | None:

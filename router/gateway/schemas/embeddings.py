@@ -16,11 +16,11 @@ class EmbeddingRequest(Strict):
     input: str | Items[int] | Items[str] | Items[Items[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None
-    user: str | None = None
+    user: str | None = Field(None, max_length=MAX_TENANT_CHARS)
     timeout: Annotated[Finite, Field(gt=0)] | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
     @property
     def tenant(self) -> str:
         """Between whom workers divide their time."""
-        return (self.user or "")[:MAX_TENANT_CHARS]
+        return self.user or ""
