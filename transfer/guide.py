@@ -20,6 +20,7 @@ KEPT = 64
 STEP_ITEMS = 5000
 """Rules that may be under way in one step, a tenth of llguidance's limit. JSON has hundreds of them; ambiguous grammars
 have ever more, until a step takes seconds in which no other answer goes on."""
+LIMITS = LLParserLimits(step_max_items=STEP_ITEMS)
 
 
 class GuideError(ValueError):
@@ -42,7 +43,7 @@ class Guide:
         """Which tokens may come next, bool `[vocab_size]`. Raises GuideError when none may, when the grammar has become
         too complex, and when the answer has left it."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        mask: np.ndarray = np.unpackbits(bits, bitorder="little")[: self._vocab_size].astype(bool)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         if self._matcher.is_error() or not mask.any():
             raise GuideError(f"the grammar cannot go on: {_first_line(self._matcher.get_error()) or 'no token fits'}")
         return mask
@@ -57,7 +58,8 @@ class Guides:
     the interpreter to others. What it takes is not bounded here: grammars of clients are tried before."""
 
     def __init__(self, path: Path, vocab_size: int, eos: frozenset[int]) -> None:
-        self._path, self._vocab_size, self._eos = path, vocab_size, sorted(eos)
+        self.vocab_size = vocab_size
+        self._path, self._eos = path, sorted(eos)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -67,21 +69,21 @@ class Guides:
         with self._lock:
             if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
-                return Guide(matcher.deep_copy(), self._vocab_size)
+                return Guide(matcher.deep_copy(), self.vocab_size)
             self._tokenizer = tokenizer = self._tokenizer or self._load()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=STEP_ITEMS))
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GuideError(_first_line(matcher.get_error()))
-        Guide(matcher, self._vocab_size).allowed()
+        Guide(matcher, self.vocab_size).allowed()
         with self._lock:
             self._compiled[grammar] = matcher
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-        return Guide(matcher.deep_copy(), self._vocab_size)
+        return Guide(matcher.deep_copy(), self.vocab_size)
 
     def _load(self) -> LLTokenizer:
         tokenizer = AutoTokenizer.from_pretrained(self._path)
-        size = max(self._vocab_size, len(tokenizer))
+        size = max(self.vocab_size, len(tokenizer))
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=self._eos or None)
 
 

@@ -211,6 +211,28 @@ def engine(
     _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
 
 
+@app.command("structured")
+def structured(
+    context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 256,
+    streams: Annotated[int, typer.Option(min=1, help="answers at a time")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="decode steps of each round")] = 64,
+    rounds: Rounds = 3,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    threads: Threads = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """What grammars cost the engine, in this process and without Ray: decode steps with and without a JSON schema, in
+    turns; compiling of schemas; and answers beside a grammar that takes long to compile."""
+    from cluster.bench.structured import Shape, run
+
+    flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
+    _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
+
+
 @app.command("transfer")
 def transfer(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt that is handed over")] = 2048,

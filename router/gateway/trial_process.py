@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 STACK_BYTES = 1 << 20
 """Less than a thread of a worker has: what fits here does not overflow there."""
-SHOWN = 1000
+SHOWN = 300
 """Characters of a message: some repeat the whole grammar."""
 
 
@@ -23,7 +23,7 @@ def serve() -> None:
     """Answer until the input ends."""
     told = json.loads(sys.stdin.readline())
     tokenizer = LLTokenizer(told["tokenizer"], n_vocab=told["vocab_size"], eos_token=told["eos"])
-    limits = LLParserLimits(step_max_items=told["step_items"])
+    limits = LLParserLimits(step_max_items=told["step_items"], verbose_errors=False)
     for line in sys.stdin:
         # Of processor time, so that a busy machine refuses nothing. The signal's default is to end the process.
         signal.setitimer(signal.ITIMER_PROF, told["seconds"])
@@ -38,7 +38,7 @@ def wrong(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     any_token = not matcher.is_error() and any(matcher.compute_bitmask())
     if matcher.is_error():
-        return matcher.get_error().strip().split("\n", 1)[0]
+        return " ".join(matcher.get_error().split())
     return "" if any_token else "no token fits"
 
 

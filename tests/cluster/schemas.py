@@ -45,7 +45,7 @@ class Drawn:
             lambda: {"type": self._random.choice(["boolean", "null"])},
         ]
         inner: list[Callable[[int], Schema]] = [self._object, self._array, self._union, self._reference, self._all]
-        if self._random.random() < 0.012:
+        if self._random.random() < 0.03:
             word, schema = self._random.choice(BEYOND)
             self.beyond.append(word)
             return dict(schema)

@@ -51,8 +51,11 @@ def adjust(row: torch.Tensor, heeded: Constraints) -> None:
         biased = [(token, bias) for token, bias in params.logit_bias if token < vocabulary]
         tokens, biases = zip(*biased, strict=True) if biased else ((), ())
         row[_index(row, np.array(tokens, dtype=np.int64))] += _values(row, np.array(biases))
+    early = len(output) < params.min_tokens
+    if heeded.guide is None and not early:
+        return
     allowed = heeded.guide.allowed() if heeded.guide is not None else np.ones(vocabulary, dtype=bool)
-    if len(output) < params.min_tokens:
+    if early:
         going_on = allowed.copy()
         going_on[[token for token in heeded.ending if token < vocabulary]] = False
         if going_on.any():  # a grammar that can only end here is stronger
