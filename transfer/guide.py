@@ -10,9 +10,9 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-import llguidance.hf
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 KEPT = 64
@@ -70,7 +70,7 @@ class Guides:
             if (matcher := self._compiled.get(grammar)) is not None:
                 self._compiled.move_to_end(grammar)
                 return Guide(matcher.deep_copy(), self.vocab_size)
-            self._tokenizer = tokenizer = self._tokenizer or self._load()
+        tokenizer = self._tokenizer or self.load()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise GuideError(_first_line(matcher.get_error()))
@@ -81,10 +81,22 @@ class Guides:
                 self._compiled.popitem(last=False)
         return Guide(matcher.deep_copy(), self.vocab_size)
 
-    def _load(self) -> LLTokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(self._path)
-        size = max(self.vocab_size, len(tokenizer))
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=self._eos or None)
+    def load(self) -> LLTokenizer:
+        """Build the tokenizer, before somebody has to wait for that: it keeps all threads from running meanwhile."""
+        file = self._path / "tokenizer.json"
+        # transformers takes much longer to come to the same, and is only needed where it has to convert something.
+        fast = Tokenizer.from_file(str(file)) if file.exists() else AutoTokenizer.from_pretrained(self._path)._tokenizer
+        size = max(self.vocab_size, fast.get_vocab_size())
+        self._tokenizer = LLTokenizer(described(fast), n_vocab=size, eos_token=self._eos or None)
+        return self._tokenizer
+
+
+def described(tokenizer: Tokenizer) -> str:
+    """A tokenizer as JSON, without what it does to batches."""
+    bare = Tokenizer.from_str(tokenizer.to_str())
+    bare.no_padding()
+    bare.no_truncation()
+    return str(bare.to_str())
 
 
 def _first_line(message: str) -> str:

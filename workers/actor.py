@@ -117,9 +117,7 @@ class Worker:
         if self._config.threads is None and self._engine.model.device.type == "cpu":
             self._cores = shared_cores()
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
-        model = self._engine.model
-        guides = Guides(self._model_path, model.vocab_size, model.eos)
-        self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, guides)
+        self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, self._guides)
         front, directory, config = self._front, self._directory, self._transfer_config
         self._handover = HandOver(self._peer, front, directory, config, self._speeds)
         self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
@@ -140,6 +138,9 @@ class Worker:
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
         self._journal = self._engine.watch()
+        model = self._engine.model
+        self._guides = Guides(self._model_path, model.vocab_size, model.eos)
+        self._guides.load()
         memory = self._engine.memory
         transport = NixlTransport(agent_name(self.name, self.incarnation), memory.flat, memory.layout, transfer)
         self._peer = transport.describe(self.name, self.incarnation)

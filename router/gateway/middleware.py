@@ -33,7 +33,7 @@ class RequestIds:
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (_HEADER, name.encode())]
+                message["headers"] = [*message["headers"], (_HEADER, name.encode()), (b"request-id", name.encode())]
             await send(message)
 
         await self._app(scope, receive, named)

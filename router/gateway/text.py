@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from router.gateway.errors import invalid
+from transfer.guide import described
 
 REPLACEMENT = "\ufffd"
 
@@ -51,10 +52,12 @@ class Text:
     @property
     def description(self) -> str:
         """The tokenizer as JSON."""
-        bare = Tokenizer.from_str(self._fast.to_str())
-        bare.no_padding()
-        bare.no_truncation()
-        return str(bare.to_str())
+        return described(self._fast)
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that the tokenizer knows."""
+        return self._fast.get_vocab_size()
 
     @property
     def eos(self) -> int | None:

@@ -37,7 +37,7 @@ class Trials:
     def __init__(self, text: Text, vocab_size: int) -> None:
         self._about = {
             "tokenizer": text.description,
-            "vocab_size": vocab_size,
+            "vocab_size": max(vocab_size, text.size),
             "eos": text.eos,
             "step_items": STEP_ITEMS,
             "seconds": COMPILE_S,
