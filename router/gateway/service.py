@@ -118,22 +118,24 @@ class Service:
 
     async def _answer(self, job: Job) -> AsyncGenerator[Piece, None]:
         choice = self._choice(job)
-        arrived, first = time.monotonic(), True
-        async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
-            async for output in outputs:
-                if first:
-                    first = False
-                    metrics.first_token.record(time.monotonic() - arrived)
-                    metrics.prompt_tokens.add(job.prompt_tokens)
-                    metrics.cached_tokens.add(output.cached_tokens)
-                piece = choice.piece(output)
-                if job.empty:
-                    piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
-                metrics.output_tokens.add(len(piece.tokens))
-                yield piece
-                if piece.finish_reason is not None:
-                    metrics.duration.record(time.monotonic() - arrived)
-                    return
+        arrived, given = time.monotonic(), 0
+        try:
+            async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
+                async for output in outputs:
+                    if not given:
+                        metrics.first_token.record(time.monotonic() - arrived)
+                        metrics.prompt_tokens.add(job.prompt_tokens)
+                        metrics.cached_tokens.add(output.cached_tokens)
+                    piece = choice.piece(output)
+                    given += len(output.tokens)
+                    if job.empty:
+                        piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
+                    yield piece
+                    if piece.finish_reason is not None:
+                        metrics.duration.record(time.monotonic() - arrived)
+                        return
+        finally:
+            metrics.output_tokens.add(given)  # at once: to count costs as much as to make a piece
 
     def _choice(self, job: Job) -> Choice:
         form = job.form

@@ -156,8 +156,10 @@ R = TypeVar("R", bound=BaseModel)
 def parse(kind: type[R], body: bytes) -> R:
     """A request body as `kind`. Raises ApiError 400 naming the field, the value and the limit."""
     try:
-        data = json.loads(body)
-        json.dumps(data, ensure_ascii=False).encode()
+        text = body.decode("utf-8-sig")
+        data = json.loads(text)
+        if "\\u" in text:  # nothing else can stand for a surrogate here
+            json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise invalid("the body contains a lone surrogate, which is not text") from None
     except UnicodeDecodeError:
