@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, ClassVar
 
 import pytest
@@ -22,11 +22,11 @@ SMALL = 4096
 """Bytes that the sockets of some tests have room for, about."""
 
 
-def run(work: Coroutine[Any, Any, None], loop: str) -> None:
+def run(work: Callable[[], Coroutine[Any, Any, None]], loop: str) -> None:
     """On the loop of the standard library, or on that which Ray gives its actors where it is installed."""
     runs = pytest.importorskip("uvloop").new_event_loop() if loop == "uvloop" else asyncio.new_event_loop()
     try:
-        runs.run_until_complete(asyncio.wait_for(work, 30))
+        runs.run_until_complete(asyncio.wait_for(work(), 30))
     finally:
         runs.close()
 
@@ -290,7 +290,7 @@ def test_a_client_that_does_not_read_is_gone(text: Text, loop: str) -> None:
             assert 0 < most < 100_000
             client.leave()
 
-    run(work(), loop)
+    run(work, loop)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -316,7 +316,7 @@ def test_a_client_that_reads_slowly_gets_everything(text: Text, loop: str) -> No
             assert loop.time() - begun > 2 * config.write_timeout_s
             client.leave()
 
-    run(work(), loop)
+    run(work, loop)
 
 
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
@@ -331,4 +331,4 @@ def test_tokens_are_not_held_back_by_the_network(text: Text, loop: str) -> None:
             assert inner.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             client.leave()
 
-    run(work(), loop)
+    run(work, loop)
