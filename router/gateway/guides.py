@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from router.gateway.errors import invalid
 from router.gateway.parsers.grammar import COMPACT
@@ -26,7 +26,8 @@ def grammar(request: Sampling, tools: str = "") -> tuple[str, str]:
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(f"{second}: not together with {first}: an answer can only follow one of them", second)
-    for field, made in found.items():
+    for chosen, made in found.items():
+        field = "tools" if chosen == "tool_choice" else chosen  # the grammar is made of them
         if len(made) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{field}: {len(made)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
         return made, field
@@ -74,5 +75,5 @@ def _lark(text: str) -> str:
         return LLMatcher.grammar_from_lark(text)
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
-    except (GbnfToLarkError, RecursionError) as error:
+    except Exception as error:  # the converter raises no narrower one for a rule that does not exist
         raise invalid(f"guided_grammar: not a GBNF grammar: {error}", "guided_grammar") from None

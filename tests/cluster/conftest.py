@@ -15,6 +15,7 @@ from tests import model_zoo
 
 Launch = Callable[..., Cluster]
 PAIR_CONTEXT = 2048
+TINY = {"worker__kv_memory": "16MiB", "worker__max_model_len": 1024, "worker__step_tokens": 64}
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -73,6 +74,15 @@ def launch(local_ray: None) -> Iterator[Launch]:
 def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
     """One prefill and one decode worker over SmolLM2, for tests that leave no traces."""
     made = Cluster(settings(worker__max_model_len=PAIR_CONTEXT), smollm, "test-pair")
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(local_ray: None, tiny: Path) -> Iterator[Cluster]:
+    """The same over the tiny model, whose prompts may have 1,024 tokens and are computed 64 at a time."""
+    made = Cluster(settings(**{"model.name": str(tiny), **TINY}), tiny, "test-tiny-pair")
     made.start()
     yield made
     made.stop()

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.launch import Cluster
 from tests.cluster.checks import assert_balance
-from tests.cluster.conftest import Launch
+from tests.cluster.conftest import TINY, Launch
 
 CHAT = [{"role": "user", "content": "Say something about rivers, mills and boats."}]
 PROMPT = "The river runs past the mill and the boats"
@@ -159,10 +159,9 @@ def requests() -> list[tuple[str, str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def clusters(launch: Launch, tiny: Path) -> dict[str, Cluster]:
+def clusters(launch: Launch, tiny: Path, tiny_pair: Cluster) -> dict[str, Cluster]:
     roles = {"prefill__replicas": 0, "decode__replicas": 0, "both__replicas": 1}
-    small = {"worker__kv_memory": "16MiB", "worker__max_model_len": 1024, "worker__step_tokens": 64}
-    return {"both": launch(tiny, **roles, **small), "pair": launch(tiny, **small)}
+    return {"both": launch(tiny, **roles, **TINY), "pair": tiny_pair}
 
 
 @pytest.fixture(scope="module")

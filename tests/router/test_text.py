@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cluster.models import DEFAULT_MODEL, resolve
@@ -90,3 +90,17 @@ def test_bytes_that_are_no_character_fail_nothing(sentencepiece: Text, cut: list
     assert used == len(tokens)
     assert joined.encode()
     assert joined.count("a") == 1
+
+
+def test_a_special_token_that_template_and_tokenizer_both_put_first_is_there_once(tmp_path: Path) -> None:
+    words = ["<unk>", "<s>", "hi", "user", ":"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", unk_token="<unk>")
+    fast.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ' : ' + m['content'] }}{% endfor %}"
+    fast.save_pretrained(tmp_path)
+    text, chat = Text(tmp_path), [{"role": "user", "content": "hi"}]
+    assert text.encode("hi") == [1, 2]
+    assert text.chat(chat)[0] == [1, 3, 4, 2] == fast.apply_chat_template(chat, return_dict=False)
+    assert text.chat([{"role": "user", "content": "hi <s>"}])[0].count(1) == 1
