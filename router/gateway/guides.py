@@ -26,8 +26,7 @@ def grammar(request: Sampling, tools: str = "") -> tuple[str, str]:
     if len(found) > 1:
         first, second, *_ = found
         raise invalid(f"{second}: not together with {first}: an answer can only follow one of them", second)
-    for chosen, made in found.items():
-        field = "tools" if chosen == "tool_choice" else chosen  # the grammar is made of them
+    for field, made in found.items():
         if len(made) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{field}: {len(made)} characters, at most {MAX_GRAMMAR_CHARS} are allowed", field)
         return made, field
