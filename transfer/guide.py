@@ -71,7 +71,7 @@ class Guides:
         self._thread = ThreadPoolExecutor(1, "compile", initializer=os.nice, initargs=(NICE,))
 
     async def guide(self, grammar: str) -> Guide:
-        """As `compile`, in a thread that gives way to those that compute: they wait for one another, so that a core less
+        """As `compile`, in a thread that gives way to those that compute: since they wait for one another, a core less
         costs them far more than a core. Raises GuideError."""
         if (known := self._known(grammar)) is not None:
             return known
