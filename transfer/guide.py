@@ -6,8 +6,11 @@ one's answer brings a fresh guide to the same state by letting it accept these t
 
 from __future__ import annotations
 
+import asyncio
+import os
 import threading
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +23,8 @@ KEPT = 64
 STEP_ITEMS = 5000
 """Rules that may be under way in one step, a tenth of llguidance's limit. JSON has hundreds of them; ambiguous grammars
 have ever more, until a step takes seconds in which no other answer goes on."""
+NICE = 10
+"""Of the thread that compiles beside an engine. On Linux each thread has its own."""
 LIMITS = LLParserLimits(step_max_items=STEP_ITEMS)
 
 
@@ -63,13 +68,19 @@ class Guides:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "compile", initializer=os.nice, initargs=(NICE,))
+
+    async def guide(self, grammar: str) -> Guide:
+        """As `compile`, in a thread that gives way to those that compute: since they wait for one another, a core less
+        costs them far more than a core. Raises GuideError."""
+        if (known := self._known(grammar)) is not None:
+            return known
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.compile, grammar)
 
     def compile(self, grammar: str) -> Guide:
         """A guide at its beginning. Raises GuideError."""
-        with self._lock:
-            if (matcher := self._compiled.get(grammar)) is not None:
-                self._compiled.move_to_end(grammar)
-                return Guide(matcher.deep_copy(), self.vocab_size)
+        if (known := self._known(grammar)) is not None:
+            return known
         tokenizer = self._tokenizer or self.load()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
@@ -80,6 +91,13 @@ class Guides:
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
         return Guide(matcher.deep_copy(), self.vocab_size)
+
+    def _known(self, grammar: str) -> Guide | None:
+        with self._lock:
+            if (matcher := self._compiled.get(grammar)) is None:
+                return None
+            self._compiled.move_to_end(grammar)
+            return Guide(matcher.deep_copy(), self.vocab_size)
 
     def load(self) -> LLTokenizer:
         """Build the tokenizer, before somebody has to wait for that: it keeps all threads from running meanwhile."""

@@ -82,7 +82,7 @@ class Front:
         """A fresh guide for a request that has a grammar. Raises GuideError, which is a ValueError."""
         if not (grammar := request.sampling.guide):
             return None
-        return await asyncio.to_thread(self._guides.compile, grammar)
+        return await self._guides.guide(grammar)
 
     async def on_engine(self, function: Callable[[Engine], Any]) -> Any:
         """Run a function in the engine thread, between two steps; its result."""

@@ -22,7 +22,7 @@ from router.gateway.errors import ApiError, invalid
 from router.gateway.text import Text
 from transfer.guide import STEP_ITEMS
 
-COMPILE_S = 2.0
+COMPILE_S = 1.0
 """Of a core, for one grammar. What people write takes milliseconds."""
 MAX_WAIT_S = 15.0
 """For the grammars of others."""

@@ -7,6 +7,7 @@ wrong with that grammar. All are JSON. A grammar that takes too long, or too muc
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -15,6 +16,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 STACK_BYTES = 1 << 20
 """Less than a thread of a worker has: what fits here does not overflow there."""
+NICE = 5
+"""What computes on the same machine goes first."""
 SHOWN = 300
 """Characters of a message: some repeat the whole grammar."""
 
@@ -37,12 +40,14 @@ def wrong(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
     """What is wrong with a grammar, "" if nothing."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     any_token = not matcher.is_error() and any(matcher.compute_bitmask())
-    if matcher.is_error():
-        return " ".join(matcher.get_error().split())
-    return "" if any_token else "no token fits"
+    message = " ".join(matcher.get_error().split())
+    if message.startswith("NoExtension") or not (message or any_token):
+        return "no answer fits it"
+    return message
 
 
 if __name__ == "__main__":
+    os.nice(NICE)
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=serve)
     thread.start()

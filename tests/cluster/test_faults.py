@@ -454,6 +454,42 @@ def test_workers_killed_and_started_again(scene: Scene, points: tuple[str, ...])
     check_restart(scene, [Path(fault.once).read_text() for fault in faults])
 
 
+ITEM = {
+    "type": "object",
+    "properties": {
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "name": {"type": "string", "maxLength": 9},
+    },
+    "required": ["size", "name"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_goes_on_with_its_grammar_penalties_and_seed(scene: Scene) -> None:
+    """Its decode worker is killed in the middle of it; the text is that of the answer that nobody disturbed."""
+    penalties = {"presence_penalty": 0.8, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {"70": 2}}
+    drawn = {
+        "temperature": 1.0,
+        "seed": 5,
+        "guided_json": {"type": "array", "items": ITEM, "minItems": 5, "maxItems": 5},
+    }
+    wanted = {**body(fresh(100), 600, return_token_ids=True), **penalties, **drawn}
+    whole = httpx.post(f"{scene.cluster.url}/v1/completions", json=wanted, timeout=DEADLINE_S).json()["choices"][0]
+    assert whole["finish_reason"] == "stop"
+    assert len(json.loads(whole["text"])) == 5
+    assert len(whole["token_ids"]) > 60
+    fault = scene.once(Fault("tokens", skip=30, signal=signal.SIGKILL))
+    scene.inject("decode", fault)
+    text, ids = "", []
+    with httpx.stream("POST", f"{scene.cluster.url}/v1/completions", json={**wanted, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text, ids = text + choice["text"], ids + choice["token_ids"]
+    assert (text, ids) == (whole["text"], whole["token_ids"])
+    check_restart(scene, [Path(fault.once).read_text()])
+
+
 def check_restart(scene: Scene, killed: Sequence[str]) -> None:
     """The others are at rest; the next lives of these serve the next 20 requests with them."""
     until = time.monotonic() + 10

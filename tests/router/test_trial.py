@@ -48,6 +48,7 @@ WRONG = {
     "type": (schema({"type": "foo"}), "foo"),
     "regex": (schema({"type": "string", "pattern": "("}), "regex"),
     "nothing fits": (schema({"type": "string", "pattern": "^a$", "minLength": 4}), "nsatisfiable"),
+    "cycle": (schema({"$ref": "#/$defs/x", "$defs": {"x": {"$ref": "#/$defs/x"}}}), "no answer fits"),
     "token": (lark(["start: <|none|>"]), "none"),
     "lark": (lark(["start: ("]), "1(9)"),
 }
