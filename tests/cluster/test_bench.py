@@ -352,7 +352,7 @@ def test_decode_steps_are_timed_one_by_one(alone: Engine) -> None:
 
 
 def test_too_many_steps_are_refused(alone: Engine) -> None:
-    with pytest.raises(ValueError, match="longest sequence of 256 tokens"):
+    with pytest.raises(ValueError, match="longest sequence has 256 tokens"):
         EngineAlone(alone).decode_steps_s([Words(1, 500)(250)], 10)
     assert not alone.has_work
 
