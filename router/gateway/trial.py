@@ -88,7 +88,7 @@ class Trials:
             raise RuntimeError(f"the process that compiles grammars has ended with {code}")
         if code == -signal.SIGPROF:
             return f"takes more than {COMPILE_S:g} s to compile"
-        return "is nested too deeply to be compiled, or a definition refers to too many others"
+        return "breaks the compiler: nested too deeply, a chain of definitions too long, or a number out of range"
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", trial_process.__file__]
