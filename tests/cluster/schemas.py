@@ -15,7 +15,7 @@ BEYOND: list[tuple[str, Any]] = [
     ("if", {"type": "integer", "if": {"minimum": 3}, "then": {"maximum": 5}}),
     ("propertyNames", {"type": "object", "propertyNames": {"maxLength": 3}}),
     ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
-    ("pattern", {"type": "string", "pattern": "^(?!no)[a-z]+$"}),
+    ("look-around", {"type": "string", "pattern": "^(?!no)[a-z]+$"}),
     ("format", {"type": "string", "format": "iri-reference-of-mine"}),
 ]
 """What llguidance does not do, and the word that its refusal has to have."""
