@@ -14,6 +14,10 @@ from router.gateway.schemas.chat import ChatRequest, JsonObject, JsonSchemaForma
 from router.gateway.schemas.common import Sampling
 
 MAX_GRAMMAR_CHARS = 200_000
+MAX_GBNF_CHARS = 20_000
+"""The converter's time grows with the square of the rules, and it keeps other threads waiting."""
+SHOWN = 300
+"""Characters of a message: some repeat the whole grammar."""
 JSON_STYLE: Any = COMPACT
 
 
@@ -72,7 +76,10 @@ def _lark(text: str) -> str:
     """Lark as it is; GBNF, which llama.cpp made common, is converted."""
     if "::=" not in text:
         return LLMatcher.grammar_from_lark(text)
+    if len(text) > MAX_GBNF_CHARS:
+        what = f"{len(text)} characters of GBNF, at most {MAX_GBNF_CHARS} are allowed (of Lark {MAX_GRAMMAR_CHARS})"
+        raise invalid(f"guided_grammar: {what}", "guided_grammar")
     try:
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text))
     except Exception as error:  # the converter raises no narrower one for a rule that does not exist
-        raise invalid(f"guided_grammar: not a GBNF grammar: {error}", "guided_grammar") from None
+        raise invalid(f"guided_grammar: not a GBNF grammar: {str(error)[:SHOWN]}", "guided_grammar") from None

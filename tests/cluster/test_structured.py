@@ -177,6 +177,10 @@ EXTREME: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
         lambda: {"guided_grammar": "start: r0\n" + "".join(f"r{n}: r{n + 1}\n" for n in range(12_000)) + 'r12000: "a"'},
         400,
     ),
+    "9,000 rules of GBNF": (
+        lambda: {"guided_grammar": "root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(9000))},
+        400,
+    ),
     "a large divisor": (lambda: schema_format({"type": "number", "multipleOf": 999_983}), 400),
     "repetitions": (lambda: {"guided_regex": "(x+x+)+y{1,30000}(.{3,3000}z){2,900}"}, 200),
     "many states": (lambda: {"guided_regex": "(.*a.{30}){3}"}, 200),
