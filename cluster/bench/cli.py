@@ -213,7 +213,7 @@ def engine(
 
 @app.command("structured")
 def structured(
-    context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 256,
+    context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 128,
     streams: Annotated[int, typer.Option(min=1, help="answers at a time")] = 16,
     steps: Annotated[int, typer.Option(min=1, help="decode steps of each round")] = 64,
     rounds: Rounds = 3,
