@@ -161,6 +161,10 @@ def _masks(free: EngineAlone, guided: EngineAlone, guides: Guides, shape: Shape)
     return {side: medians(rounds) for side, rounds in sides.items()}
 
 
+RENEWED_STEPS = 500
+"""After so many steps answers are begun anew: on a slow machine they could reach the longest sequence."""
+
+
 def _beside(engine: EngineAlone, guides: Guides, shape: Shape) -> dict[str, Figures]:
     """Gaps between the tokens of answers without a grammar, alone and while another thread compiles for others."""
     quiet, beside = [], []
@@ -174,6 +178,9 @@ def _beside(engine: EngineAlone, guides: Guides, shape: Shape) -> dict[str, Figu
             slow = thread.submit(_as_workers_do, guides, grammar(schema))
             gaps = [engine.step_s(ids)]
             while not slow.done():
+                if len(gaps) % RENEWED_STEPS == 0:
+                    engine.end(ids)
+                    ids = engine.begin(prompts)
                 gaps.append(engine.step_s(ids))
             beside.append({**_gaps(gaps), "the slow grammar: ms": slow.result() * 1000})
             engine.end(ids)
