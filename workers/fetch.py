@@ -73,6 +73,8 @@ class Fetch:
     async def prepare(self, request: Request, source: Source | None) -> None:
         """Before a prompt is queued: wait for what is being fetched of it for others, or fetch what `source` has.
         Raises nothing: what does not come will be computed."""
+        if request.sees_all_rows:
+            return
         while (one := await self._awaited(request)) is not None:
             await asyncio.wait({one.task}, timeout=one.part.timeout_s)
             if not _came(one.task):

@@ -244,10 +244,8 @@ class Dispatcher:
                 # The abort may have come before the call.
                 await asyncio.gather(*(self._abort(one, request.request_id) for one in attempt.workers))
                 return
-            if outcome.status == "refused":
-                attempt.queue.put_nowait(invalid(f"no worker can answer this: {outcome.error}"))
-            if outcome.status in ("failed", "aborted"):
-                attempt.queue.put_nowait(AttemptFailed(outcome.error or outcome.status, attempt.workers))
+            if outcome.status in ("refused", "failed", "aborted"):
+                attempt.queue.put_nowait(_problem(outcome, attempt.workers))
             if outcome.status == "handed off" and plan.decode is not None:
                 self._router.holds(plan.decode, prompt.chain)
             if outcome.status == "stale":
@@ -364,3 +362,9 @@ class Dispatcher:
 def _output(delta: Delta, cached: int) -> Output:
     told = (delta.logprobs, delta.prompt_logprobs, delta.embedding)
     return Output(delta.tokens, cached, delta.finish_reason, *told)
+
+
+def _problem(outcome: Outcome, workers: frozenset[str]) -> Exception:
+    if outcome.status == "refused":
+        return invalid(f"no worker can answer this: {outcome.error}")
+    return AttemptFailed(outcome.error or outcome.status, workers)

@@ -13,12 +13,13 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from router.gateway import trial_process
-from router.gateway.errors import ApiError, invalid
+from router.gateway.errors import ApiError, invalid, unavailable
 from router.gateway.text import Text
 from transfer.guide import STEP_ITEMS
 
@@ -74,11 +75,16 @@ class Trials:
             process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
+        # It ends itself when it takes too long, unless it is not given a core, or stopped.
+        late = threading.Timer(MAX_WAIT_S, process.kill)
+        late.start()
         try:
             _send(process, grammar)
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
+        finally:
+            late.cancel()
         if answer:
             return str(json.loads(answer))
         self._process = None
@@ -86,6 +92,8 @@ class Trials:
         process.stdout.close()
         if (code := process.wait()) >= 0:
             raise RuntimeError(f"the process that compiles grammars has ended with {code}")
+        if code == -signal.SIGKILL:
+            raise unavailable("the process that compiles grammars did not answer, or was killed")
         if code == -signal.SIGPROF:
             return f"takes more than {COMPILE_S:g} s to compile"
         return "breaks the compiler: nested too deeply, a chain of definitions too long, or a number out of range"

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import signal
 import time
 from collections.abc import Iterator
 
@@ -10,6 +11,7 @@ import pytest
 from llguidance import LLMatcher
 
 from cluster.models import DEFAULT_MODEL, resolve
+from router.gateway import trial
 from router.gateway.errors import ApiError
 from router.gateway.text import Text
 from router.gateway.trial import Trials
@@ -117,3 +119,17 @@ def test_what_takes_too_long_is_ended_while_others_go_on(trials: Trials) -> None
         await trials.check(good(), "f")
 
     asyncio.run(run())
+
+
+def test_a_process_that_stands_still_is_ended_and_the_next_one_answers(
+    trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(trials.check(good(), "f"))
+    assert trials._process is not None
+    trials._process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(trial, "MAX_WAIT_S", 0.3)
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(trials.check(lark(['start: "standing still"']), "f"))
+    assert caught.value.status == 503
+    monkeypatch.undo()
+    asyncio.run(trials.check(lark(['start: "standing still"']), "f"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
@@ -140,9 +141,9 @@ class Sampling(Strict):
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
+    @abstractmethod
     def logprobs_wanted(self) -> int | None:
         """Of how many of the likeliest tokens log-probabilities are wanted beside each token's own; None: of none."""
-        raise NotImplementedError
 
     @property
     def prompt_logprobs_wanted(self) -> int | None:
