@@ -97,9 +97,13 @@ class Usage:
                     yield kind, entry.stat(follow_symlinks=False).st_mtime, entry.path
 
     def _prune(self, directory: str) -> None:
-        while directory != self._directory:
-            with suppress(OSError):  # it is not empty
+        """Delete a directory that is empty, and those that it leaves empty."""
+        gone = True
+        while gone and directory != self._directory:
+            try:
                 os.rmdir(directory)
+            except OSError:
+                gone = False
             self.directory(directory)
             directory = os.path.dirname(directory)
 
