@@ -83,6 +83,14 @@ def test_blocks_are_there_until_they_are_removed(tmp_path: Path) -> None:
     assert (disk.stats.read_blocks, disk.stats.bad_files, disk.stats.write_errors) == (20, 0, 0)
 
 
+def test_a_block_may_be_announced(tmp_path: Path) -> None:
+    disk, blocks = store(tmp_path), chain(2)
+    fill(disk, blocks[:1])
+    for block in blocks:  # the second is not there
+        disk.prefetch("w0", block)
+    assert get(disk, "w0", blocks[0]) == payload(blocks[0])
+
+
 def test_they_survive_a_restart_with_the_time_of_their_last_use(tmp_path: Path) -> None:
     first, blocks = store(tmp_path), chain(5)
     fill(first, blocks)
