@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from cluster import stored_blocks
 from cluster.cli import app
 from cluster.errors import UserError
 from tests.workers.kv.blocks import LAYOUT, OTHER_LAYOUT, chain, payload, store
@@ -177,6 +178,8 @@ def test_clear_leaves_running_workers_alone(stores: Path, running: DiskStore) ->
     assert "w1 in" in refused("clear", "--path", stores)
     assert len(as_json("stat", "--path", stores)["stores"]) == 3
     assert "w1 in" in refused("clear", "--path", stores, "--worker", "w1")
+    assert stored_blocks.clear(stores, "w1", float("inf"), force=False) is None  # it has started just now
+    assert as_json("verify", "--path", stores)["blocks"] == 11
     assert run("clear", "--path", stores, "--worker", "w0").exit_code == 0
     assert run("clear", "--path", stores, "--force").exit_code == 0
     assert as_json("stat", "--path", stores)["stores"] == []

@@ -173,6 +173,15 @@ def store_and_check(
     return count
 
 
+def test_directories_that_grow_count(tmp_path: Path) -> None:
+    """So many blocks in one directory that it needs more than one block of the file system."""
+    disk = store(tmp_path, block_bytes=500)
+    shared = [block for block in (chain(1, number)[0] for number in range(40_000)) if block.digest[0] == 7]
+    for block in shared[:120]:
+        assert disk.write(block, payload(block, 500))
+    assert disk.usage == du(tmp_path / "w0")
+
+
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     disk, blocks = store(tmp_path, limit=300_000), chain(50)
     written = [block for block in blocks if disk.write(block, payload(block))]
@@ -201,6 +210,17 @@ def test_files_of_earlier_runs_count_and_go_first(tmp_path: Path) -> None:
     fill(disk, chain(12))
     assert disk.strays == 0
     assert len(files(tmp_path)) == 12
+    assert (tmp_path / "w0" / "lock").exists()
+
+
+def test_a_block_in_the_wrong_place_is_a_stray(tmp_path: Path) -> None:
+    disk, block = store(tmp_path), chain(1)[0]
+    fill(disk, [block])
+    disk.close()
+    os.rename(os.path.dirname(block_path(f"{tmp_path}/w0/{LAYOUT}", block.digest)), tmp_path / "w0" / LAYOUT / "00")
+    disk = store(tmp_path)
+    assert disk.strays >= SIZE
+    assert list(disk.own()) == []
 
 
 def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
@@ -215,6 +235,9 @@ def test_a_smaller_limit_holds_from_the_start(tmp_path: Path) -> None:
     kept = {block for block, _ in disk.own()}
     assert kept == set(blocks[: len(kept)])
     assert len(kept) > 5
+    assert not all(disk.write(block, payload(block)) for block in chain(5, first=1))
+    assert kept <= {block for block, _ in disk.own()}  # from then on nothing goes by itself
+    assert (tmp_path / "w0" / "lock").exists()
 
 
 def test_files_that_somebody_else_deleted_are_noticed(tmp_path: Path) -> None:
@@ -329,6 +352,24 @@ def test_a_failed_write_leaves_nothing_and_is_tried_again_later(
         "can be written to ag",
     ]
     assert du(tmp_path / "w0") <= disk.usage <= du(tmp_path / "w0") + 4 * 4096
+    again = chain(1, first=1)[0]
+    with no_file_longer_than(SIZE // 2):
+        assert not disk.write(again, payload(again))
+    clock.now += 1
+    assert disk.writable()
+
+
+def test_what_cannot_be_deleted_at_once_goes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, blocks = Clock(), chain(2)
+    disk = store(tmp_path, clock=clock)
+    with monkeypatch.context() as patch, no_file_longer_than(SIZE // 2):
+        patch.setattr(os, "unlink", lambda path: os.stat("/nowhere"))
+        assert not disk.write(blocks[0], payload(blocks[0]))
+    assert [path[-4:] for path in files(tmp_path)] == [".tmp"]
+    clock.now += 1
+    fill(disk, blocks[1:])
+    assert [path[-3:] for path in files(tmp_path)] == [".kv"]
+    assert du(tmp_path / "w0") <= disk.usage
 
 
 def test_a_full_disk(small_disk: Path) -> None:
