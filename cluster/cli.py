@@ -17,6 +17,7 @@ from rich.console import Console
 
 from cluster import running
 from cluster.bench.cli import app as bench_app
+from cluster.cache_cli import app as cache_app
 from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.errors import UserError
 from cluster.signals import interruptible, on_signals
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
 app.add_typer(model_app, name="model")
+app.add_typer(cache_app, name="cache")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)

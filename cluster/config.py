@@ -20,7 +20,7 @@ from cluster.models import DEFAULT_MODEL
 from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
 from transfer.gossip.config import GossipConfig
-from workers.config import WorkerConfig
+from workers.config import TiersConfig, WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
 SECRETS = ("gossip.key",)
@@ -67,6 +67,7 @@ class ClusterConfig(_Section):
     decode: DecodeConfig = DecodeConfig()
     both: BothConfig = BothConfig()
     worker: WorkerConfig = WorkerConfig()
+    tiers: TiersConfig = TiersConfig()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()

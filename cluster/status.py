@@ -7,12 +7,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.table import Table
 
 from cluster.config import gateway_names
 from cluster.connection import LaunchError
+from cluster.tables import table
 from router.config import MAX_GATEWAYS
 from transfer.messages import WorkerStatus
 
@@ -39,9 +39,9 @@ def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
 def as_tables(statuses: list[WorkerStatus]) -> Group:
     """The same for people: who the workers are and what they do, their KV blocks, and what they sent each other; each
     fits 80 columns."""
-    workers = _table("worker", "role", "node", "pid", "state", "model", "running", "waiting")
+    workers = table("worker", "role", "node", "pid", "state", "model", "running", "waiting")
     states = ("total", "free", "cached", "pinned", "quarantined")
-    blocks = _table("KV blocks", *states, "hit rate")
+    blocks = table("KV blocks", *states, "hit rate")
     for one in statuses:
         process = (one.name, one.role, one.node, str(one.pid), one.state, one.model)
         workers.add_row(*process, str(one.running), str(one.waiting))
@@ -53,7 +53,7 @@ def as_tables(statuses: list[WorkerStatus]) -> Group:
 
 def _transfers(statuses: list[WorkerStatus]) -> Table:
     """What went between the workers, and what went wrong with it."""
-    table = _table("KV transfer", "sent", "hidden", "received", "MB/s", "fetched", "failed", "refused", "expired")
+    transfers = table("KV transfer", "sent", "hidden", "received", "MB/s", "fetched", "failed", "refused", "expired")
     for one in statuses:
         stats = one.transfer
         sizes = (
@@ -62,18 +62,11 @@ def _transfers(statuses: list[WorkerStatus]) -> Table:
             f"{stats.received_bytes / 1e6:.0f} MB",
         )
         counts = (stats.fetched_blocks, stats.failed, stats.refused, stats.expired)
-        table.add_row(one.name, *sizes, f"{one.speeds.bytes_s / 1e6:.0f}", *(str(count) for count in counts))
-    return table
+        transfers.add_row(one.name, *sizes, f"{one.speeds.bytes_s / 1e6:.0f}", *(str(count) for count in counts))
+    return transfers
 
 
 def _rates(one: WorkerStatus) -> dict[str, float]:
     """`hit_rate` is that of tokens, under the name that everybody looks for."""
     rates = {name: round(rate, 4) for name, rate in one.cache.rates.items()}
     return {"hit_rate": rates["token_hit_rate"], **rates}
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-    for column in columns:
-        table.add_column(column, no_wrap=column != "model", overflow="fold")
-    return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -26,6 +27,16 @@ def parse_bytes(value: int | str) -> int:
 
 class StartError(Exception):
     """The configuration cannot work on this model or machine; the message names the setting to change."""
+
+
+class TiersConfig(BaseModel):
+    """Where a worker keeps what its KV pool has no room for; the same for every worker of a cluster."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    disk_path: Path | None = Field(
+        None, description="directory for them; workers that have the same one use one another's"
+    )
 
 
 class WorkerConfig(BaseModel):
