@@ -73,6 +73,9 @@ def serve(
     step_tokens: Annotated[int | None, typer.Option(help="token budget of a step: the size of prefill chunks")] = None,
     prefix_cache: Annotated[bool | None, typer.Option(help="reuse KV of earlier prompts and answers")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a worker")] = None,
+    tiers_host: Annotated[str | None, typer.Option(help="host memory for cached KV, per worker, such as 8GiB")] = None,
+    tiers_disk: Annotated[str | None, typer.Option(help="disk space for cached KV, per worker, such as 100GiB")] = None,
+    tiers_disk_path: Annotated[Path | None, typer.Option(help="directory for cached KV on disk")] = None,
     address: Annotated[str | None, typer.Option(help="a running Ray cluster; default: start one here")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file; flags come on top")] = None,
 ) -> None:
@@ -96,6 +99,9 @@ def serve(
         "worker.step_tokens": step_tokens,
         "worker.prefix_cache": prefix_cache,
         "worker.threads": threads,
+        "tiers.host": tiers_host,
+        "tiers.disk": tiers_disk,
+        "tiers.disk_path": tiers_disk_path,
     }
     try:
         settings = load(config, flags)

@@ -137,7 +137,16 @@ class Cluster:
                     max_concurrency=MAX_CONCURRENCY,
                     runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
                 )
-                .remote(name, role, self._model, model_name, config, self.config.transfer, RayDirectory(self._name))
+                .remote(
+                    name,
+                    role,
+                    self._model,
+                    model_name,
+                    config,
+                    self.config.transfer,
+                    RayDirectory(self._name),
+                    self.config.tiers,
+                )
             )
         actors = [self._actors[name] for name, _ in workers]
         progress("starting the workers")

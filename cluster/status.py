@@ -48,7 +48,10 @@ def as_tables(statuses: list[WorkerStatus]) -> Group:
         blocks.add_row(
             one.name, *(str(one.blocks[state]) for state in states), f"{one.cache.rates['token_hit_rate']:.1%}"
         )
-    return Group(workers, blocks, _transfers(statuses))
+    tables = [workers, blocks, _transfers(statuses)]
+    if any(one.tiers for one in statuses):
+        tables.append(_tiers(statuses))
+    return Group(*tables)
 
 
 def _transfers(statuses: list[WorkerStatus]) -> Table:
@@ -64,6 +67,19 @@ def _transfers(statuses: list[WorkerStatus]) -> Table:
         counts = (stats.fetched_blocks, stats.failed, stats.refused, stats.expired)
         transfers.add_row(one.name, *sizes, f"{one.speeds.bytes_s / 1e6:.0f}", *(str(count) for count in counts))
     return transfers
+
+
+def _tiers(statuses: list[WorkerStatus]) -> Table:
+    """What is below the devices: what there is, what went down and came back, and what went wrong."""
+    rows = table("tiers", "host", "disk", "MB", "saved", "loaded", "read", "lost", "bad", "late", "state")
+    for one in statuses:
+        if (tiers := one.tiers) is not None:
+            stats = tiers.stats
+            held = f"{tiers.host_cached}/{tiers.host_blocks}", str(tiers.disk_cached), f"{tiers.disk_bytes / 1e6:.0f}"
+            did = stats.saved_blocks, stats.loaded_blocks, stats.read_blocks, stats.lost_blocks
+            wrong = stats.failed_loads, stats.given_up
+            rows.add_row(one.name, *held, *map(str, (*did, *wrong)), "read-only" if tiers.read_only else "ok")
+    return rows
 
 
 def _rates(one: WorkerStatus) -> dict[str, float]:

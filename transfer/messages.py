@@ -306,6 +306,38 @@ class TransferStats:
         return _share(self.hidden_bytes, self.sent_bytes)
 
 
+@dataclass(slots=True)
+class TierStats:
+    """What a worker's tiers below the device did since the worker started, in blocks. `saved_blocks` were copied to
+    host memory, `loaded_blocks` to the device, `read_blocks` of them from disk first. `evicted_slots` and
+    `evicted_files` made room for others, and of the former `lost_blocks` were nowhere else. `skipped` prefixes were not
+    copied down for lack of time or room. `failed_loads` met a bad file, `given_up` ones took too long."""
+
+    saved_blocks: int = 0
+    loaded_blocks: int = 0
+    read_blocks: int = 0
+    evicted_slots: int = 0
+    evicted_files: int = 0
+    lost_blocks: int = 0
+    skipped: int = 0
+    failed_loads: int = 0
+    given_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """A worker's tiers below the device: blocks that host memory has room for and holds, and that it has on disk with
+    the bytes that they take there; some are `under_way`. `read_only` while nothing can be written to disk."""
+
+    host_blocks: int
+    host_cached: int
+    disk_cached: int
+    disk_bytes: int
+    under_way: int
+    read_only: bool
+    stats: TierStats
+
+
 @dataclass(frozen=True, slots=True)
 class Speeds:
     """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
@@ -346,6 +378,7 @@ class WorkerStatus:
     max_model_len: int
     vocab_size: int
     fingerprint: str
+    tiers: TierStatus | None = None
 
 
 def check_whole(data: bytes | memoryview) -> None:

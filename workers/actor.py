@@ -47,13 +47,14 @@ from transfer.messages import (
 )
 from transfer.nixl_transport import NixlTransport, agent_name
 from workers.arrivals import Arrivals
-from workers.config import WorkerConfig
+from workers.config import TiersConfig, WorkerConfig
 from workers.cores import Cores, shared_cores
 from workers.engine.engine import Engine, Produced, StepPlan, StepResult
 from workers.engine.model import Model
 from workers.fetch import Fetch
 from workers.front import Front, Job
 from workers.handover import HandOver
+from workers.kv.tier_io import TierIO
 from workers.loop import Loop
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
@@ -65,6 +66,7 @@ IDLE_RETRY_S = 0.01
 SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
 WATCH_INTERVAL_S = 0.5
+NO_TIERS = TiersConfig()
 GATEWAY_TIMEOUT_S = 5.0
 DELIVER_RETRY_S = 0.1
 
@@ -82,6 +84,7 @@ class Worker:
         config: WorkerConfig,
         transfer: TransferConfig,
         directory: Directory,
+        tiers: TiersConfig = NO_TIERS,
     ) -> None:
         self.name = name
         self.role = role
@@ -91,6 +94,8 @@ class Worker:
         self._config = config
         self._transfer_config = transfer
         self._directory = directory
+        self._tiers_config = tiers
+        self._tier_io: TierIO | None = None
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
         self._cores: Cores | None = None
@@ -138,6 +143,8 @@ class Worker:
         # The first user's request should not pay for lazy initialisation.
         self._engine.warm_up()
         self._journal = self._engine.watch()
+        if self._tiers_config.host:
+            self._tier_io = self._engine.attach(self.name, self._tiers_config, self._journal, self._wake)
         model = self._engine.model
         self._guides = Guides(self._model_path, model.vocab_size, model.eos)
         self._guides.load()
@@ -180,6 +187,8 @@ class Worker:
         await asyncio.to_thread(self._engine_loop.stop, 5.0)
         await asyncio.to_thread(self._transfer_loop.stop, 5.0)
         self._transfer_loop.transport.close()
+        if self._tier_io is not None:
+            await asyncio.to_thread(self._tier_io.stop, 5.0)
         if self._cores is not None:
             self._cores.close()
 
@@ -202,6 +211,7 @@ class Worker:
             cache=replace(engine.cache.stats),
             transfer=replace(self._transfers),
             speeds=self._speeds.now(self._transfers),
+            tiers=engine.cache.tiers.status() if engine.cache.tiers else None,
             token_bytes=engine.memory.layout.token_bytes,
             resident_bytes=psutil.Process().memory_info().rss,
             block_size=engine.cache.block_size,
@@ -344,13 +354,15 @@ class Worker:
             return None
         try:
             plan = self._engine.plan()
-            if plan.started or plan.reserved:
+            if plan.started or plan.reserved or plan.promoted:
                 # Before the step runs, so that the decode worker's answer comes while a long prompt is computed.
                 self._front.from_thread(self._on_plan, plan)
             self._share_cores(plan)
             begun = time.monotonic()
             result = self._engine.run(plan.works, self._offer)
             self._speeds.step(plan.works, time.monotonic() - begun)
+            if (tiers := self._engine.cache.tiers) is not None:
+                tiers.prompt_tokens_s = self._speeds.prompt_tokens_s
         except Exception as error:
             _log.exception("engine step failed")
             failed = [Delta(one, 0, (), 0, error=f"engine: {error}") for one in self._engine.drop_running()]
@@ -362,6 +374,10 @@ class Worker:
             if made.ending is not None:
                 self._front.from_thread(self._handover.computed, made.request_id)
         return 0 if plan.works else IDLE_RETRY_S
+
+    def _wake(self) -> None:
+        """There is something to do for the engine thread; any thread may call this."""
+        self._engine_loop.call(lambda: None)
 
     def _share_cores(self, plan: StepPlan) -> None:
         """Compute with as many threads as the other workers of this machine leave."""
@@ -385,6 +401,8 @@ class Worker:
             self._handover.reserve_once(request_id)
         for reserved in plan.reserved:
             self._takeover.granted(reserved)
+        for request_id in plan.promoted:
+            self._fetch.promoted(request_id)
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
         by_gateway: dict[str, list[Delta]] = defaultdict(list)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from typing_extensions import Self
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -29,14 +30,46 @@ class StartError(Exception):
     """The configuration cannot work on this model or machine; the message names the setting to change."""
 
 
+WritePolicy = Literal["write-through", "write-back", "selective"]
+
+
 class TiersConfig(BaseModel):
     """Where a worker keeps what its KV pool has no room for; the same for every worker of a cluster."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    host: int = Field(0, ge=0, description="host memory for cached blocks, per worker; 0: none")
+    disk: int = Field(0, ge=0, description="disk space for cached blocks, per worker; 0: none; needs tiers.host")
     disk_path: Path | None = Field(
         None, description="directory for them; workers that have the same one use one another's"
     )
+    policy: WritePolicy = Field(
+        "write-through",
+        description="what goes down: whatever is computed, what is about to be evicted, or what was used often enough",
+    )
+    hits: int = Field(2, ge=1, description="uses after which `selective` keeps a prefix")
+    in_flight: int = Field(64 * 2**20, ge=1, description="bytes on their way down at a time, per worker")
+    guard: bool = Field(True, description="compute what is not faster to load")
+    tenant_share: float = Field(1.0, gt=0, le=1, description="most of a tier that one tenant may fill")
+
+    @field_validator("host", "disk", "in_flight", mode="before")
+    @classmethod
+    def _parse_sizes(cls, value: int | str) -> int:
+        return parse_bytes(value)
+
+    @field_validator("disk_path")
+    @classmethod
+    def _whole_path(cls, value: Path | None) -> Path | None:
+        """Workers have working directories of their own."""
+        return value.absolute() if value is not None else None
+
+    @model_validator(mode="after")
+    def _belong_together(self) -> Self:
+        if self.disk and not self.host:
+            raise ValueError(f"host is 0 and disk {self.disk}: blocks go to disk through host memory")
+        if self.disk and self.disk_path is None:
+            raise ValueError(f"disk is {self.disk} and disk_path is not set: there is no directory to write to")
+        return self
 
 
 class WorkerConfig(BaseModel):

@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from transfer.channel import TransportError
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError, PeerTimeout
 from transfer.messages import Outcome, Request, Reservation, Reserve, SamplingParams, Source, unpack_tokens
+from workers.engine.engine import Engine, Produced
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.takeover import TakeOver
@@ -69,6 +71,7 @@ class Fetch:
         self._config = config
         self._under_way: list[_UnderWay] = []
         self._late: dict[str, float] = {}
+        self._promoting: dict[str, asyncio.Event] = {}
 
     async def prepare(self, request: Request, source: Source | None) -> None:
         """Before a prompt is queued: wait for what is being fetched of it for others, or fetch what `source` has.
@@ -133,7 +136,7 @@ class Fetch:
             return Outcome("failed", error=f"{self._name} cannot lend: the lease is over")
         self._front.jobs[job.id] = job
         try:
-            made = await self._front.on_engine(lambda engine: engine.lend(request, reservation.first_block))
+            made = await self._lent(request, reservation.first_block)
             await self._handover.connect(job, borrower, reservation)
             self._front.post(lambda loop: loop.sender.offer(job.id, made.chunk, made.ending))
             return await asyncio.wait_for(asyncio.shield(outcome), request.timeout_s)
@@ -142,6 +145,30 @@ class Fetch:
         finally:
             if not outcome.done():
                 self._handover.cancel(job.id, "aborted")
+
+    def promoted(self, request_id: str) -> None:
+        """What a lower tier has of a prefix is on the device now, as far as it comes there."""
+        if (over := self._promoting.get(request_id)) is not None:
+            over.set()
+
+    async def _lent(self, request: Request, first_block: int) -> Produced:
+        """What is cached of a prompt, after what a lower tier has of it has come to the device. If that is over before
+        the request, it holds nothing."""
+        part = replace(request, request_id=f"{request.request_id}/up")
+        over = self._promoting[part.request_id] = asyncio.Event()
+
+        def begin(engine: Engine) -> Produced | None:
+            return None if engine.promote(part) else engine.lend(request, first_block)
+
+        try:
+            if (made := await self._front.on_engine(begin)) is not None:
+                return cast(Produced, made)
+            await asyncio.wait_for(over.wait(), request.timeout_s)
+        finally:
+            del self._promoting[part.request_id]
+        if request.request_id not in self._front.jobs:
+            raise PeerError("cancelled meanwhile")
+        return cast(Produced, await self._front.on_engine(lambda engine: engine.lend(request, first_block)))
 
     async def _bring(self, part: Request, source: str) -> None:
         """Raises PeerError, and ValueError where the prompt cannot be here."""

@@ -23,7 +23,7 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, islice
 
 import numpy as np
 
@@ -43,6 +43,8 @@ it, is left alone until the next step."""
 MAX_LOOKED_AT = 32
 """Prompts that turn out not to begin in a step, for whatever reason, before the queue is left alone: looking costs
 time. Those that are known to wait for another's beginning are not looked at."""
+PREFETCHED = 8
+"""Queued prompts for which what lies on disk is brought nearer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +128,9 @@ class Scheduler:
             self._unqueue(sequence)
 
     def schedule(self, incoming: int = 0) -> tuple[list[Work], list[Sequence]]:
-        """The work of the next step and the sequences admitted for it. No work means nothing can run now. `incoming`
-        sequences are about to join, and have places in the running set."""
+        """The work of the next step and the sequences admitted for it; one that loads cached blocks first is not among
+        them. No work means nothing can run now. `incoming` sequences are about to join, and have places in the running
+        set."""
         decodes = self._decodes()
         self._wake()
         # Prompts always get something, or a full running set could keep them waiting for ever.
@@ -136,6 +139,8 @@ class Scheduler:
         self._prompt_steps += bool(chunks)
         self._settle(chunks)
         self._heats.clear()
+        for sequence in islice(chain.from_iterable(self._queues.values()), PREFETCHED):
+            self._cache.prefetch(sequence)
         return decodes + chunks, admitted
 
     def _decodes(self) -> list[Work]:
@@ -164,10 +169,11 @@ class Scheduler:
         """Prompts for a budget of tokens, and those of them that are admitted, at most `places`."""
         chunks: list[Work] = []
         admitted: list[Sequence] = []
-        started = [one for one in self.running if one.remaining > 1]
+        started = [one for one in self.running if one.remaining > 1 and one.load is None]
+        begun = 0
         passed = _Passed()
         while budget > 0:
-            queued = self._may_begin(passed) if len(admitted) < places else ()
+            queued = self._may_begin(passed) if begun < places else ()
             if not (prompts := [*started, *queued]):
                 break
             sequence = self._first(prompts)
@@ -182,6 +188,9 @@ class Scheduler:
                 continue
             else:
                 self._begin(sequence)
+                begun += 1
+                if sequence.load is not None:
+                    continue
                 admitted.append(sequence)
             chunks.append(self._work(sequence, min(sequence.remaining, budget)))
             budget -= chunks[-1].count
@@ -256,11 +265,13 @@ class Scheduler:
                 # Others go before that one, and would go before this one with it.
                 continue
             length = min(other.prompt_length, sequence.length - 1) // size * size
-            if length <= found:
+            # What another one loads need not be loaded twice.
+            had = found if other.load is None else min(found, other.computed)
+            if length <= had:
                 continue
             differs = other.tokens(0, length) != sequence.tokens(0, length)
             common = int(np.argmax(differs)) // size * size if differs.any() else length
-            if common > max(found, other.computed // size * size):
+            if common > max(had, other.computed // size * size):
                 return Behind(other, common)
         return None
 

@@ -11,6 +11,7 @@ from transfer.guide import Guide
 from transfer.messages import Request, unpack_tokens
 from workers.engine.prompt_rows import PromptRows
 from workers.kv.radix import Node
+from workers.kv.tier_io import Load
 
 
 class Stage(Enum):
@@ -41,6 +42,8 @@ class Sequence:
     sequences by `arrival`, and counts later ones that begin before: in `overtaken` those of the same tenant that do not
     rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
     Of a hand-off, `offered_blocks` have been offered to the peer, and of those behind them the first `offered_layers`.
+    While a `load` brings cached blocks from a lower tier to its table, it waits; of its cached tokens `loaded` came so,
+    from host memory and from disk. What lies on disk may have been `prefetched` to host memory before.
     `spare` blocks are in no table any more, but a peer's copy of them may be under way. Of a prompt that has not begun,
     `believed` tokens are taken to be cached. `guide` has accepted the output; `rows` gather what is wanted of each
     token of the prompt.
@@ -67,6 +70,9 @@ class Sequence:
         self.offered_blocks = 0
         self.offered_layers = 0
         self.believed = 0
+        self.load: Load | None = None
+        self.loaded = (0, 0)
+        self.prefetched = False
         self.spare: list[int] = []
         self.guide = guide
         self._seen: np.ndarray | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -54,6 +55,18 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
 
         return [workers(read)]
 
+    def tier_blocks(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            if worker.status and worker.alive and (tiers := worker.status.tiers) is not None:
+                for state in ("host_blocks", "host_cached", "disk_cached", "under_way"):
+                    yield Observation(getattr(tiers, state), {"worker": worker.name, "state": state})
+
+    def tier_work(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            if worker.status is not None and (tiers := worker.status.tiers) is not None:
+                for kind, number in asdict(tiers.stats).items():
+                    yield Observation(number, {"worker": worker.name, "kind": kind})
+
     def alive(view: View) -> Iterable[Observation]:
         for worker in view.workers.values():
             yield Observation(int(worker.alive), {"worker": worker.name, "role": worker.role})
@@ -78,6 +91,14 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
         "headwater_transfer_blocks",
         transfers(fetched="fetched_blocks", lost="lost_blocks"),
         description="blocks fetched from other workers' caches; blocks in quarantine until a restart",
+    )
+    _meter.create_observable_gauge(
+        "headwater_tier_blocks",
+        [workers(tier_blocks)],
+        description="blocks below the device: room of host memory, cached there, cached on disk, under way",
+    )
+    _meter.create_observable_counter(
+        "headwater_tier_work", [workers(tier_work)], description="what the tiers below the device did, by kind"
     )
     _meter.create_observable_gauge(
         "headwater_requests_in_flight", [lambda _: [Observation(in_flight())]], description="prompts under way"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from cluster import stored_blocks
 from cluster.cli import app
 from cluster.errors import UserError
-from tests.workers.kv.blocks import LAYOUT, OTHER_LAYOUT, chain, payload, store
+from tests.workers.blocks import LAYOUT, OTHER_LAYOUT, chain, payload, store
 from workers.kv.blockfile import Block
 from workers.kv.disk import DiskStore
 from workers.kv.disk_files import block_path

@@ -4,14 +4,18 @@ Whatever happens, the answer is right, and both workers come to rest (see the fi
 """
 
 import asyncio
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from tests.workers.house import NEVER_S, OUTPUT, Answer, Call, House, give_back, occupy, only, until
 from transfer.messages import Outcome, Request, Reservation, Source
+from workers.config import TiersConfig
 from workers.engine.engine import Engine
+from workers.kv.tier_io import TierIO
 
 LONG = 3
 BLOCKS = 15
@@ -66,6 +70,64 @@ def test_what_another_worker_has_is_not_computed(house: House, lender: str, borr
     before = house.calls.actors[borrower]._transfers.fetched_blocks
     house.run(scenario())
     assert house.calls.actors[borrower]._transfers.fetched_blocks == before + BLOCKS
+
+
+@pytest.fixture
+def below(house: House) -> Iterator[TierIO]:
+    """The worker `d` has host memory below its device."""
+    worker = house.d
+
+    async def attach() -> TierIO:
+        config = TiersConfig(host=4 << 20)
+        return await worker._front.on_engine(lambda engine: engine.attach("d", config, None, worker._wake))
+
+    io: TierIO = house.run(attach())
+    yield io
+    house.run(house.rest())
+    io.stop(5.0)
+    house.d._engine.cache.tiers = None
+
+
+async def settle(house: House, name: str) -> None:
+    """Wait until nothing goes up or down there."""
+    tiers = house.calls.actors[name]._engine.cache.tiers
+
+    async def still() -> bool:
+        return not tiers.busy and not tiers.status().under_way
+
+    await until(still)
+
+
+def test_what_another_worker_has_below_its_device_is_not_computed(house: House, below: TierIO) -> None:
+    async def scenario() -> None:
+        request = await primed(house, b"from below")
+        await settle(house, "d")
+        await forget(house, "d")
+        assert await alone(house, "p", request, Source("d", PREFIX)) == ("right", PREFIX)
+
+    blocks = house.p._transfers.fetched_blocks
+    house.run(scenario())
+    assert house.p._transfers.fetched_blocks == blocks + BLOCKS
+    tiers = house.d._engine.cache.tiers
+    assert tiers is not None
+    assert tiers.stats.loaded_blocks == BLOCKS
+
+
+def test_a_lender_whose_load_never_ends_lends_what_is_on_its_device(house: House, below: TierIO) -> None:
+    async def scenario() -> None:
+        request = await primed(house, b"stuck below")
+        await settle(house, "d")
+        await forget(house, "d")
+        stuck, read = threading.Event(), below._load
+        below._load = lambda job: (stuck.wait(5), read(job))[1]  # type: ignore[method-assign]
+        try:
+            assert await alone(house, "p", request, Source("d", PREFIX)) == ("right", 0)
+        finally:
+            stuck.set()
+            below._load = read  # type: ignore[method-assign]
+        await settle(house, "d")
+
+    house.run(scenario())
 
 
 def test_what_is_there_already_does_not_travel(house: House) -> None:

@@ -18,7 +18,7 @@ from transfer.channel import Chunk, Ending
 from transfer.guide import Guide
 from transfer.layout import KVLayout
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
-from workers.config import StartError, WorkerConfig
+from workers.config import StartError, TiersConfig, WorkerConfig
 from workers.engine.attention import Backend
 from workers.engine.attention.choice import choose
 from workers.engine.attention.flashinfer_backend import FlashInferBackend
@@ -29,8 +29,11 @@ from workers.engine.model import Model, context_length
 from workers.engine.sampler import NO_TOKEN
 from workers.engine.tokens import Chosen, choose_tokens, ending
 from workers.kv.cache import KVCache
+from workers.kv.disk import DiskStore
 from workers.kv.journal import Journal
-from workers.kv.memory import KVMemory
+from workers.kv.memory import KVMemory, host_records
+from workers.kv.tier_io import TierIO
+from workers.kv.tiers import Tiers
 from workers.scheduler import Limits, Scheduler, Work
 from workers.sequence import Sequence, Stage
 
@@ -67,6 +70,7 @@ class StepPlan:
 
     works: list[Work] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
+    promoted: list[str] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
 
 
@@ -155,7 +159,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do something now or soon."""
-        return bool(self._scheduler.running or self._scheduler.waiting or self._reservations)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._reservations) or self.cache.moving
 
     def found(self, request: Request) -> int:
         """How many of a prompt's tokens are cached here."""
@@ -233,6 +237,19 @@ class Engine:
         chunk = Chunk(first_block, tuple(sequence.blocks[first_block:]), (0, self._layers))
         return Produced(sequence.id, chunk, Ending(NO_TOKEN, 0))
 
+    def promote(self, request: Request) -> bool:
+        """Load what a lower tier has of a prompt, so that it can be lent; a step's plan says when that is over. False
+        when there is nothing to load, or no room."""
+        if self.cache.tiers is None:
+            return False
+        sequence = self._new(request, hand_off=False)
+        sequence.stage = Stage.BORROWING
+        room = not self._scheduler.short and self.cache.admit(sequence, sequence.prompt_length, whole=True)
+        if room and self.cache.load(sequence, sequence.prompt_length):
+            return True
+        self._drop(request.request_id, ())
+        return False
+
     def sent(self, request_id: str) -> None:
         """A hand-off is complete: its blocks may be evicted."""
         self._drop(request_id, ())
@@ -244,6 +261,7 @@ class Engine:
     def plan(self) -> StepPlan:
         """Serve reservations and decide what to compute. The plan must be run before anything else changes."""
         plan = StepPlan()
+        self._settle_loads(plan)
         self._serve_reservations(plan)
         incoming = sum(one.stage is Stage.INCOMING for one in self._sequences.values()) - len(self._reservations)
         if self._reservations and self._held_up(self._reservations[0]):
@@ -311,6 +329,21 @@ class Engine:
         self.cache.watch(journal)
         return journal
 
+    def attach(self, name: str, config: TiersConfig, journal: Journal | None, wake: Callable[[], object]) -> TierIO:
+        """Keep what the pool has no room for in host memory, and on disk under the worker's `name`: after `warm_up`,
+        before any request. `wake` is called by other threads when `plan` has something to do. Raises StartError."""
+        layout = self.memory.layout
+        slots = config.host // layout.block_bytes
+        if not slots:
+            raise StartError(f"tiers.host: {config.host} bytes do not hold one block, {layout.block_bytes} bytes")
+        disk = None
+        if config.disk:
+            assert config.disk_path is not None
+            disk = DiskStore(config.disk_path, name, layout.fingerprint, config.disk, layout.block_bytes)
+        io = TierIO(self.memory, host_records(slots, layout.block_bytes, self.model.device), disk, wake)
+        self.cache.tiers = Tiers(name, config, layout, slots, self.cache.radix, io, journal)
+        return io
+
     def _new(self, request: Request, hand_off: bool, guide: Guide | None = None) -> Sequence:
         """Raises ValueError, before anything is allocated, for what can never run here."""
         output = request.sampling.max_tokens
@@ -323,6 +356,14 @@ class Engine:
             guide.accept(sequence.tokens(sequence.length - request.answered, sequence.length).tolist())
         self._sequences[request.request_id] = sequence
         return sequence
+
+    def _settle_loads(self, plan: StepPlan) -> None:
+        for sequence in self.cache.settled():
+            if sequence.stage is Stage.BORROWING:
+                plan.promoted.append(sequence.id)
+                self._drop(sequence.id, ())
+            else:
+                self._count(sequence)
 
     def _serve_reservations(self, plan: StepPlan) -> None:
         # Older prompts that wait to be computed here go first. So does what was preempted or has to be computed after

@@ -9,6 +9,7 @@ from transfer.messages import CacheStats
 from workers.kv.policies import POLICIES
 from workers.kv.pool import CACHED, QUARANTINED, BlockPool
 from workers.kv.radix import TOKEN_BYTES, Match, Partial, RadixCache, Watcher
+from workers.kv.tiers import Tiers
 from workers.sequence import Sequence
 
 GROWTH_BLOCKS = 4
@@ -37,6 +38,8 @@ class KVCache:
         self.radix = RadixCache(block_size, POLICIES[policy](), clock)
         self.stats = CacheStats()
         self.reuse = reuse
+        self.tiers: Tiers | None = None
+        self._loading: list[Sequence] = []
         self._copy = copy
         self._clock = clock
 
@@ -48,6 +51,11 @@ class KVCache:
     def available(self) -> int:
         """Blocks that are free or can be freed by eviction."""
         return self.pool.free + self.radix.evictable
+
+    @property
+    def moving(self) -> bool:
+        """Whether `settled` has something to do now or soon."""
+        return self.tiers is not None and (bool(self._loading) or self.tiers.busy)
 
     def counts(self) -> dict[str, int]:
         """Blocks: total, free, cached, pinned (of the cached ones), private, quarantined."""
@@ -79,9 +87,58 @@ class KVCache:
         sequence.shared_blocks = len(matched)
         sequence.blocks = matched + self._take(need, matched[-1] if matched else None)
         sequence.computed = len(matched) * self.block_size
-        if partial:
+        if match and not whole and self.load(sequence, sequence.length - 1):
+            if partial:
+                self.radix.unpin(partial.node)
+        elif partial:
             self._copy_partial(sequence, partial)
+        if match and self.tiers and self.tiers.policy == "selective" and match.node.uses >= self.tiers.hits:
+            self.tiers.offer(sequence.salt, sequence.packed(len(matched) * self.block_size))
         return True
+
+    def load(self, sequence: Sequence, tokens: int) -> bool:
+        """Begin to load into an admitted sequence's table what a lower tier has of its first `tokens` tokens, and is
+        worth it. It waits until `settled` returns it."""
+        if self.tiers is None:
+            return False
+        entries = self.tiers.find(sequence.salt, sequence.packed(tokens), sequence.shared_blocks)
+        if not entries:
+            return False
+        targets = sequence.blocks[sequence.shared_blocks : sequence.shared_blocks + len(entries)]
+        sequence.load = self.tiers.load(entries, targets)
+        if sequence.load is not None:
+            self._loading.append(sequence)
+        return sequence.load is not None
+
+    def prefetch(self, sequence: Sequence) -> None:
+        """A queued sequence cannot begin yet: let what is far away come nearer meanwhile."""
+        if self.tiers is not None and not sequence.prefetched and self.reuse and not sequence.request.sees_all_rows:
+            sequence.prefetched = True
+            tokens = sequence.packed(sequence.length - 1)
+            cached = self.radix.peek(sequence.salt, tokens, partial=False) // self.block_size
+            self.tiers.prefetch(sequence.salt, tokens, cached)
+
+    def settled(self) -> list[Sequence]:
+        """Let blocks go up and down, between two steps. Returns sequences whose load is over, however it went: what has
+        come is in the cache."""
+        if self.tiers is None:
+            return []
+        self.tiers.pump(self.pool.free * 4 < self.pool.total)
+        over = [one for one in self._loading if self.tiers.over(one.load)]
+        for sequence in over:
+            done, read = self._stop_loading(sequence)
+            sequence.computed += done * self.block_size
+            sequence.loaded = ((done - read) * self.block_size, read * self.block_size)
+            self.commit(sequence)
+        return over
+
+    def _stop_loading(self, sequence: Sequence) -> tuple[int, int]:
+        """Nothing is written to the sequence's blocks any more; how many have come, and how many of these from disk."""
+        assert self.tiers is not None
+        assert sequence.load is not None
+        self._loading.remove(sequence)
+        load, sequence.load = sequence.load, None
+        return self.tiers.stop(load)
 
     def _copy_partial(self, sequence: Sequence, partial: Partial) -> None:
         """Begin the first private block with what a cached block has of it; the cached one was pinned for that."""
@@ -100,10 +157,17 @@ class KVCache:
         sequence.computed = len(match.blocks) * self.block_size
 
     def found(self, sequence: Sequence) -> int:
-        """Tokens that would not have to be computed if the sequence were admitted now."""
+        """Tokens that would not have to be computed if the sequence were admitted now, unless loading them from a lower
+        tier turns out to take longer."""
         if not self.reuse or sequence.request.sees_all_rows:
             return 0
-        return self.radix.peek(sequence.salt, sequence.packed(sequence.length - 1), self._copy is not None)
+        tokens = sequence.packed(sequence.length - 1)
+        cached = self.radix.peek(sequence.salt, tokens, self._copy is not None)
+        if self.tiers is None:
+            return cached
+        whole = cached // self.block_size
+        lower = self.tiers.found(sequence.salt, tokens, whole)
+        return (whole + lower) * self.block_size if lower else cached
 
     def grow(self, sequence: Sequence, tokens: int) -> bool:
         """Extend the table to cover `tokens` tokens; False when there are no blocks to be had."""
@@ -138,6 +202,8 @@ class KVCache:
         else:
             self.pool.release(done.duplicates)
         self.pool.release(done.superseded, CACHED)
+        if self.tiers is not None and self.tiers.policy == "write-through":
+            self.tiers.offer(sequence.salt, tokens)
 
     def release(self, sequence: Sequence, quarantine: Iterable[int] = ()) -> list[int]:
         """Give up a sequence's table: unpin what it shares, free the rest. Private blocks listed in `quarantine` are
@@ -147,8 +213,13 @@ class KVCache:
         keep_until = self._clock() + keep_s if keep_s else 0.0
         if sequence.node is not None and (priority or keep_s):
             self.radix.protect(sequence.node, priority, keep_until)
+        if self.tiers is not None and keep_s and sequence.shared_blocks:
+            tokens = sequence.packed(sequence.shared_blocks * self.block_size)
+            self.tiers.offer(sequence.salt, tokens, keep_until)
         if self._keep_tail(sequence, kept, priority, keep_until):
             sequence.blocks.pop(sequence.shared_blocks)
+        if sequence.load is not None:
+            self._stop_loading(sequence)
         private = sequence.blocks[sequence.shared_blocks :]
         held = [block for block in private if block in kept]
         self.pool.quarantine(held)

@@ -42,3 +42,6 @@ class Journal:
                     summary.add(key)
                 else:
                     summary.remove(key)
+
+    def stored(self, keys: list[int], tier: int) -> None: ...
+    def dropped(self, keys: list[int], tier: int) -> None: ...

@@ -17,7 +17,7 @@ import heapq
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Protocol
 
 from sortedcontainers import SortedList
@@ -263,6 +263,19 @@ class RadixCache:
             else:
                 self._remove(node)
         return freed
+
+    def least(self, count: int) -> list[Node]:
+        """Up to `count` of the leaves that go next, roughly in order; changes nothing."""
+        queued = (entry[-1] for entry in self._queue)
+        return list(islice((node for node in queued if _evictable(node)), count))
+
+    def prefix(self, node: Node) -> tuple[bytes, bytes]:
+        """The salt and the packed tokens, in whole blocks, of the prefix that ends with a node."""
+        edges: list[bytes] = []
+        while node.parent is not None:
+            edges.append(node.tokens[: len(node.tokens) // self._step * self._step])
+            node = node.parent
+        return node.tokens, b"".join(reversed(edges))
 
     def nodes(self) -> Iterator[Node]:
         """Every node but the roots, parents before children."""

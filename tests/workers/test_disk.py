@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.kv.blocks import LAYOUT, OTHER_LAYOUT, SIZE, chain, get, payload, store
+from tests.workers.blocks import LAYOUT, OTHER_LAYOUT, SIZE, chain, get, payload, store
 from workers.config import StartError
 from workers.kv import blockfile, disk_files, siblings
 from workers.kv.disk import MAX_QUARANTINED, DiskStore
@@ -488,7 +488,7 @@ def test_a_file_that_comes_in_the_same_tick_of_the_clock_is_seen(tmp_path: Path)
 
 
 def start(path: Path, worker: str, operations: int, seed: int) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "tests.workers.kv.blocks", path, worker, str(operations), str(seed)]
+    command = [sys.executable, "-m", "tests.workers.blocks", path, worker, str(operations), str(seed)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

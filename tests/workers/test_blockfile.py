@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.workers.kv.blocks import LAYOUT, OTHER_LAYOUT, chain, payload
+from tests.workers.blocks import LAYOUT, OTHER_LAYOUT, chain, payload
 from workers.kv.blockfile import (
     BadFile,
     Block,

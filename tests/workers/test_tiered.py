@@ -1,0 +1,156 @@
+"""Engines with tiers, real threads and real files: the same tokens from whatever tier, also after the worst end."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.workers.drive import answers, assert_idle, engine, request
+from tests.workers.tiered import BLOCKS, PREFIX, Tiered, answer, prompts, tiered
+from workers.engine.model import Model
+
+
+@pytest.fixture
+def made(tiny: Model, tmp_path: Path) -> Iterator[Callable[..., Tiered]]:
+    """Engines with tiers, over one directory."""
+    some: list[Tiered] = []
+
+    def make(device: int, host: int, disk: int = 0, **more: object) -> Tiered:
+        some.append(tiered(tiny, device, host, disk, tmp_path if disk else None, **more))
+        return some[-1]
+
+    yield make
+    for one in some:
+        one.close()
+
+
+def reference(tiny: Model, wanted: list[list[int]]) -> list[list[int]]:
+    plain = engine(tiny, prefix_cache=False)
+    return [answer(plain, prompt)[0] for prompt in wanted]
+
+
+@pytest.mark.parametrize("policy", ["write-through", "write-back", "selective"])
+def test_tokens_are_the_same_from_every_tier(tiny: Model, made: Callable[..., Tiered], policy: str) -> None:
+    one = made(BLOCKS // 10, 3 * BLOCKS // 10, 2 * BLOCKS, policy=policy)
+    wanted = prompts(1, 120)
+    assert [answer(one.engine, prompt)[0] for prompt in wanted] == reference(tiny, wanted)
+    one.rest()
+    assert_idle(one.engine)
+    tiers = one.engine.cache.tiers
+    assert tiers is not None
+    assert tiers.stats.loaded_blocks > tiers.stats.read_blocks
+    assert tiers.stats.read_blocks > 50 or policy != "write-through"
+    assert tiers.host.free + len(tiers.index.host) == tiers.host.total
+
+
+def test_many_at_once_over_little_room(tiny: Model, made: Callable[..., Tiered]) -> None:
+    one = made(20, 60, 2 * BLOCKS)
+    wanted = prompts(2, 60)
+    expected = reference(tiny, wanted)
+    for start in range(0, len(wanted), 12):
+        some = [request(prompt, 3) for prompt in wanted[start : start + 12]]
+        assert answers(one.engine, some) == expected[start : start + 12]
+    one.rest()
+    assert_idle(one.engine)
+
+
+def test_a_prompt_of_whole_blocks_leaves_one_token_to_compute(made: Callable[..., Tiered]) -> None:
+    """One, two and several blocks, and a token more or less."""
+    one = made(16, 32)
+    for length in (15, 16, 17, 32, 64):
+        prompt = list(range(length, 2 * length))
+        answer(one.engine, prompt)
+        one.rest()
+        one.engine.cache.clear()
+        cached = answer(one.engine, prompt)[1].cached_tokens
+        assert cached == (length - 1) // 16 * 16
+
+
+def test_salts_share_nothing(made: Callable[..., Tiered]) -> None:
+    one = made(16, 32, 64)
+    prompt = list(range(1, 100))
+    answer(one.engine, prompt, b"a")
+    one.rest()
+    one.engine.cache.clear()
+    assert answer(one.engine, prompt, b"b")[1].cached_tokens == 0
+    assert answer(one.engine, prompt, b"a")[1].cached_tokens == 96
+
+
+def test_aborts_in_every_state_leave_nothing_behind(tiny: Model, made: Callable[..., Tiered]) -> None:
+    one = made(20, 60, 2 * BLOCKS)
+    rng = random.Random(5)
+    wanted = prompts(3, 80)
+    for prompt in wanted:
+        each = request(prompt, 3)
+        one.engine.add(each)
+        for _ in range(rng.randrange(4)):
+            one.engine.run(one.engine.plan().works)
+            time.sleep(rng.choice([0, 0, 0.001]))
+        one.engine.abort(each.request_id)
+    one.rest()
+    assert_idle(one.engine)
+    assert [answer(one.engine, prompt)[0] for prompt in wanted[:20]] == reference(tiny, wanted[:20])
+
+
+def test_weights_of_another_model_find_nothing(tiny: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(1, 100))
+    for identity, cached in ((tiny.identity, 0), ("other weights", 0), (tiny.identity, 96)):
+        with monkeypatch.context() as patch:
+            patch.setattr(tiny, "identity", identity)
+            again = tiered(tiny, 16, 32, 64, tmp_path)
+        time.sleep(0.1)
+        again.rest()
+        assert answer(again.engine, prompt)[1].cached_tokens == cached
+        again.rest()
+        again.close()
+
+
+class Child:
+    """A process that answers requests, until it has or until it is killed."""
+
+    def __init__(self, model: Path, disk: Path, seed: int, count: int) -> None:
+        command = [sys.executable, "-m", "tests.workers.tiered", str(model), str(disk), str(seed), str(count)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    def lines(self, most: int) -> list[dict[str, object]]:
+        assert self.process.stdout is not None
+        found = []
+        for line in self.process.stdout:
+            found.append(json.loads(line))
+            if len(found) == most:
+                break
+        return found
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize(("count", "lives"), [(80, 1), pytest.param(500, 5, marks=pytest.mark.long)])
+def test_killed_at_random_and_started_again(
+    tiny: Model, zoo: Callable[[str], Path], tmp_path: Path, count: int, lives: int
+) -> None:
+    """The same tokens in every life, and nearly as many of them cached as before."""
+    rng = random.Random(7)
+    wanted = prompts(4, count)
+    expected = reference(tiny, wanted)
+    shares = []
+    for life in range(lives + 1):
+        child = Child(zoo("llama"), tmp_path, 4, count)
+        last = life == lives
+        lines = child.lines(count if last or not life else rng.randrange(count // 2, count))
+        child.kill()
+        assert [line["tokens"] for line in lines] == expected[: len(lines)]
+        if not life or last:
+            shares.append(sum(int(str(line["cached"])) for line in lines) / sum(map(len, wanted)))
+    # The first life had to compute each prefix once; the last one finds them.
+    assert shares[1] >= shares[0]
+    assert shares[1] > 0.7 * PREFIX / (PREFIX + 7)

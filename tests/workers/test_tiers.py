@@ -1,0 +1,564 @@
+"""What goes down and comes back, without threads: in any order, with any failure, never another prefix's block."""
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from tests.seeds import seeds
+from tests.workers.drive import request
+from transfer.gossip.summary import DISK, HOST
+from transfer.layout import KVLayout, LayerGeometry
+from transfer.messages import pack_tokens
+from workers.config import TiersConfig
+from workers.kv.cache import KVCache
+from workers.kv.disk import DiskStats
+from workers.kv.pool import FREE
+from workers.kv.tier_io import Found, Job, Load, Remove, Save, Write
+from workers.kv.tiers import UNTRIED_S, Tiers
+from workers.sequence import Sequence
+
+SIZE = 4
+LAYOUT = KVLayout("model", "float32", SIZE, (LayerGeometry(1, 2, 2),), 1)
+MB_BLOCK = KVLayout("model", "float32", SIZE, (LayerGeometry(1, 1 << 15, 1 << 15),), 1)
+"""A block of it has a megabyte."""
+Content = tuple[bytes, bytes]
+"""Of a block: the salt and all tokens up to its end."""
+
+
+class Disk:
+    """Files by their names, and how much of them is too much."""
+
+    worker = "me"
+    cost = 10
+
+    def __init__(self, blocks: int) -> None:
+        self.limit = blocks * self.cost
+        self.files: dict[bytes, Content] = {}
+        self.strays = 0
+        self.stats = DiskStats()
+        self.most = 0
+
+    @property
+    def usage(self) -> int:
+        return len(self.files) * self.cost
+
+    def writable(self) -> bool:
+        return not self.stats.read_only
+
+    def put(self, digest: bytes, content: Content) -> bool:
+        if self.usage + self.cost > self.limit:
+            return False
+        self.files[digest] = content
+        self.most = max(self.most, self.usage)
+        return True
+
+
+class SlowIO:
+    """Does jobs a bit at a time, whenever `advance` says so, and fails when `fails` does."""
+
+    def __init__(self, disk: Disk | None) -> None:
+        self.disk: Any = disk
+        self.device: dict[int, Content | None] = {}
+        self.host: dict[int, Content | None] = {}
+        self.fails: Callable[[], bool] = lambda: False
+        self.writer: deque[Job] = deque()
+        self.reader: deque[Load] = deque()
+        self.over: list[Job] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.over)
+
+    def submit(self, job: Save | Write | Remove | Load) -> None:
+        if isinstance(job, Load):
+            self.reader.append(job)
+        else:
+            self.writer.append(job)
+
+    def take(self) -> Iterator[Job]:
+        while self.over:
+            yield self.over.pop(0)
+
+    def advance(self, rng: random.Random) -> None:
+        if self.reader and (not self.writer or rng.random() < 0.5):
+            self.read(self.reader[0])
+        elif self.writer:
+            job = self.writer.popleft()
+            self.write(job)
+            self.over.append(job)
+
+    def quiet(self) -> bool:
+        return not (self.writer or self.reader or self.over)
+
+    def write(self, job: Job) -> None:
+        if isinstance(job, Remove):
+            for digest in job.digests:
+                self.disk.files.pop(digest, None)
+        elif self.fails():
+            return
+        elif isinstance(job, Save):
+            for block, slot in zip(job.blocks, job.slots, strict=True):
+                self.host[slot] = self.device[block]
+            job.done = len(job.blocks)
+        elif isinstance(job, Write):
+            for block, slot in zip(job.blocks, job.slots, strict=True):
+                content = self.host[slot]
+                assert content is not None
+                if self.fails() or not self.disk.put(block.digest, content):
+                    return
+                job.owners.append("me")
+
+    def read(self, job: Load) -> None:
+        """One part of it."""
+        part = job.parts[job.read] if job.read < len(job.parts) and not job.stopped else None
+        if part is not None and part.after is not None and part.after[0].read <= part.after[1]:
+            part = None
+        if part is not None and part.owner:
+            content = self.disk.files.get(part.block.digest)
+            if content is None or self.fails():
+                job.failed, part = True, None
+            else:
+                self.host[part.slot] = content
+        if part is not None:
+            if job.targets:
+                self.device[job.targets[job.read]] = self.host[part.slot]
+            job.read += 1
+            job.done = job.read if job.targets else 0
+        if part is None or job.read == len(job.parts):
+            self.reader.popleft()
+            job.finished, job.host_s, job.disk_s = True, 0.001 * job.done, 0.01 * job.read
+            self.over.append(job)
+
+
+class World:
+    """A cache with tiers, and sequences that are computed at once, as long as they do not wait for a load."""
+
+    def __init__(self, device: int, host: int, disk: int = 0, layout: KVLayout = LAYOUT, **config: Any) -> None:
+        self.now = 1000.0
+        self.disk = Disk(disk) if disk else None
+        self.io = SlowIO(self.disk)
+        self.cache = KVCache(device, SIZE, clock=lambda: self.now)
+        settings = TiersConfig(**{"host": 1, "in_flight": 4 * layout.block_bytes, **config})
+        self.tiers = Tiers("me", settings, layout, host, self.cache.radix, self.io, None, lambda: self.now)
+        self.cache.tiers = self.tiers
+        self.running: list[Sequence] = []
+
+    def begin(self, tokens: list[int], salt: bytes = b"") -> Sequence | None:
+        one = Sequence(request(tokens, 1, salt))
+        if not self.cache.admit(one, one.length):
+            return None
+        self.running.append(one)
+        return one
+
+    def settle(self) -> None:
+        for one in self.cache.settled():
+            size = self.cache.block_size
+            for number in range(one.computed // size):
+                self.check(one.blocks[number], one, number)
+
+    def check(self, block: int, one: Sequence, number: int) -> None:
+        assert self.io.device[block] == (one.salt, one.packed((number + 1) * SIZE)), "another prefix's block"
+
+    def compute(self, one: Sequence) -> None:
+        assert one.load is None
+        for number in range(one.computed // SIZE, one.length // SIZE):
+            self.io.device[one.blocks[number]] = (one.salt, one.packed((number + 1) * SIZE))
+        one.computed = one.length
+        self.cache.commit(one)
+
+    def end(self, one: Sequence) -> None:
+        self.running.remove(one)
+        self.cache.release(one)
+        self.poison()
+
+    def poison(self) -> None:
+        for block, owner in enumerate(self.cache.pool.owners().tolist()):
+            if owner == FREE:
+                self.io.device[block] = None
+
+    def answer(self, tokens: list[int], salt: bytes = b"", rng: random.Random | None = None) -> int:
+        """A whole request; how many of its tokens were not computed."""
+        rng = rng or random.Random(0)
+        one = self.begin(tokens, salt)
+        assert one is not None
+        while one.load is not None:
+            self.io.advance(rng)
+            self.settle()
+        cached = one.computed
+        self.compute(one)
+        self.end(one)
+        return cached
+
+    def rest(self) -> None:
+        for _ in range(10_000):
+            self.settle()
+            if self.io.quiet() and not self.tiers.busy:
+                return
+            self.io.advance(random.Random(0))
+        raise AssertionError("it never comes to rest")
+
+    def forget_device(self) -> None:
+        self.cache.clear()
+        self.poison()
+
+    def invariants(self) -> None:
+        for entry in self.tiers.index.entries():
+            path = b"".join(one.tokens for one in reversed(entry.path()))
+            if entry.ready:
+                assert self.io.host[entry.slot] == (entry.salt, path)
+            if entry.owner:
+                assert self.disk is None or self.disk.files.get(entry.digest, (entry.salt, path)) == (entry.salt, path)
+        held = sum(entry.slot != -1 for entry in self.tiers.index.entries())
+        assert self.tiers.host.free + held == self.tiers.host.total
+
+    def balance(self) -> None:
+        """Nothing is under way, pinned or lost."""
+        self.rest()
+        self.invariants()
+        counts = self.cache.counts()
+        assert counts["free"] + counts["cached"] == counts["total"]
+        assert counts["pinned"] == counts["private"] == 0
+        assert all(entry.there and not entry.pins for entry in self.tiers.index.entries())
+        assert self.tiers.host.free + len(self.tiers.index.host) == self.tiers.host.total
+        assert self.tiers.status().under_way == 0
+        if self.disk is not None:
+            assert self.disk.files.keys() == {one.digest for one in self.tiers.index.entries() if one.owner}
+            assert self.disk.most <= self.disk.limit
+
+
+def prompt(rng: random.Random) -> list[int]:
+    """One of few beginnings, of any length."""
+    start = rng.randrange(4)
+    return [start] * rng.randrange(1, 20) + [rng.randrange(3) for _ in range(rng.randrange(1, 12))]
+
+
+@pytest.mark.parametrize("policy", ["write-through", "write-back", "selective"])
+@pytest.mark.parametrize("first", seeds(1, 20))
+def test_no_order_and_no_failure_brings_another_block_or_keeps_one(first: int, policy: str) -> None:
+    assert sum(disordered(10 * first + number, policy) for number in range(10))
+
+
+def disordered(seed: int, policy: str) -> int:
+    """How many tokens were loaded in a world where everything happens at any time."""
+    rng = random.Random(f"{seed}{policy}")
+    disk = rng.choice([0, 6, 40])
+    world = World(12, rng.choice([6, 16]), disk, policy=policy, tenant_share=rng.choice([1.0, 0.5]))
+    world.io.fails = lambda: rng.random() < 0.05
+    came = 0
+    for _ in range(600):
+        what = rng.random()
+        if what < 0.05:
+            world.cache.prefetch(Sequence(request(prompt(rng), 1, rng.choice([b"", b"tenant"]))))
+        elif what < 0.2:
+            world.begin(prompt(rng), rng.choice([b"", b"", b"tenant"]))
+        elif what < 0.5 and world.running:
+            one = rng.choice(world.running)
+            if rng.random() < 0.2:
+                world.end(one)  # aborted, perhaps in the middle of a load
+            elif one.load is None:
+                came += sum(one.loaded)
+                world.compute(one)
+                world.end(one)
+        elif what < 0.85:
+            world.io.advance(rng)
+        elif what < 0.87:
+            world.now += 10.0  # some loads take too long
+        elif disk and what < 0.88:
+            assert world.disk
+            world.disk.stats.read_only = not world.disk.stats.read_only
+        world.settle()
+        world.invariants()
+    for one in list(world.running):
+        world.end(one)
+    if world.disk:
+        world.disk.stats.read_only = False
+    world.balance()
+    return came
+
+
+def test_what_the_device_forgets_comes_back_from_host_memory() -> None:
+    world = World(16, 16)
+    tokens = list(range(30))
+    assert world.answer(tokens) == 0
+    world.rest()
+    world.forget_device()
+    assert world.answer(tokens) == 28
+    assert world.tiers.stats.loaded_blocks == 7
+    world.balance()
+
+
+def test_what_host_memory_forgets_comes_back_from_disk() -> None:
+    world = World(16, 8, 100)
+    first, second = list(range(30)), list(range(100, 130))
+    for tokens in (first, second):
+        world.answer(tokens)
+        world.rest()
+    world.forget_device()
+    assert world.answer(first) == 28
+    assert world.tiers.stats.read_blocks >= 6
+    world.balance()
+
+
+def test_salts_share_nothing_in_any_tier() -> None:
+    world = World(16, 8, 100)
+    tokens = list(range(30))
+    world.answer(tokens, b"a")
+    world.rest()
+    world.forget_device()
+    assert world.answer(tokens, b"b") == 0
+    assert world.tiers.found(b"c", pack_tokens(tokens), 0) == 0
+    assert world.answer(tokens, b"a") == 28
+
+
+def test_selective_keeps_what_was_used_again() -> None:
+    world = World(32, 32, policy="selective", hits=2)
+    once, often = list(range(30)), list(range(100, 130))
+    world.answer(once)
+    for _ in range(3):
+        world.answer(often)
+    world.rest()
+    world.forget_device()
+    assert world.answer(once) == 0
+    assert world.answer(often) == 28
+
+
+def test_write_back_copies_ahead_of_eviction() -> None:
+    world = World(16, 64, policy="write-back")
+    first = list(range(30))
+    world.answer(first)
+    world.rest()
+    assert world.tiers.stats.saved_blocks == 0
+    for start in range(100, 1000, 100):
+        world.answer(list(range(start, start + 16)))
+        world.rest()
+    assert world.answer(first) == 28
+
+
+def test_a_tenant_fills_its_share_and_no_more() -> None:
+    world = World(64, 16, 16, tenant_share=0.5)
+    world.answer(list(range(30)), b"quiet")
+    world.rest()
+    for start in range(100, 1000, 100):
+        world.answer(list(range(start, start + 30)), b"loud")
+        world.rest()
+    assert world.tiers.index.host.count(b"loud") <= 8
+    assert world.tiers.index.disk.count(b"loud") <= 8
+    world.forget_device()
+    assert world.answer(list(range(30)), b"quiet") == 28
+
+
+def test_what_is_to_be_kept_goes_last_from_host_memory_and_from_disk() -> None:
+    world = World(16, 16, 16, policy="selective", hits=1000)
+    one = Sequence(replace(request(range(30), 1), keep_s=60.0))
+    assert world.cache.admit(one, one.length)
+    world.running.append(one)
+    world.compute(one)
+    world.end(one)
+    world.tiers.policy = "write-through"
+    for start in range(100, 1000, 100):
+        world.rest()
+        world.answer(list(range(start, start + 30)))
+    world.rest()
+    world.forget_device()
+    assert world.answer(list(range(31))) == 28
+    assert world.tiers.stats.read_blocks == 0
+    world.now += 61
+    for start in range(1000, 2000, 100):
+        world.rest()
+        world.answer(list(range(start, start + 30)))
+    assert world.tiers.found(b"", pack_tokens(range(30)), 0) == 0
+
+
+def test_the_head_of_a_prefix_goes_down_first() -> None:
+    world = World(64, 64, in_flight=LAYOUT.block_bytes)
+    world.answer(list(range(80)))
+    world.settle()
+    (job,) = world.io.writer
+    assert isinstance(job, Save)
+    entries = world.tiers.index.walk(b"", pack_tokens(range(80)))
+    assert [entry.depth for entry in entries] == list(range(len(job.blocks)))
+
+
+def loading(world: World, tokens: list[int]) -> Sequence:
+    """A sequence that has begun to load."""
+    world.rest()
+    world.forget_device()
+    one = world.begin(tokens)
+    assert one is not None
+    assert one.load is not None
+    return one
+
+
+@pytest.mark.parametrize("steps", [0, 3, 50])
+def test_what_a_waiting_prompt_needs_comes_nearer_meanwhile_and_once(steps: int) -> None:
+    world = World(64, 16, 100)
+    tokens = list(range(41))
+    for some in (tokens, list(range(100, 164))):
+        world.answer(some)
+        world.rest()
+    world.forget_device()
+    assert not any(entry.ready for entry in world.tiers.index.walk(b"", pack_tokens(tokens)))
+    waiting = Sequence(request(tokens, 1))
+    for _ in range(2):
+        world.cache.prefetch(waiting)
+    for _ in range(steps):
+        world.io.advance(random.Random(0))
+        world.settle()
+    assert world.answer(tokens) == 40
+    world.rest()
+    assert world.tiers.stats.read_blocks == 10
+    world.balance()
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_holds_up_nobody() -> None:
+    world = World(32, 32)
+    tokens = list(range(40))
+    world.answer(tokens)
+    one = loading(world, tokens)
+    world.io.advance(random.Random(0))
+    world.now += 10.0
+    world.settle()
+    assert one.load is None
+    assert one.computed == SIZE
+    world.compute(one)
+    world.end(one)
+    world.forget_device()
+    other = world.begin(tokens)
+    assert other is not None
+    assert other.load is None  # whatever keeps the other load would keep this one
+    world.end(other)
+    world.rest()
+    world.forget_device()
+    assert world.answer(tokens) == 36
+    assert world.tiers.stats.given_up == 1
+    world.balance()
+
+
+def test_nothing_is_written_to_blocks_of_who_has_left() -> None:
+    world = World(32, 32)
+    tokens = list(range(40))
+    world.answer(tokens)
+    one = loading(world, tokens)
+    blocks = list(one.blocks)
+    world.end(one)
+    world.rest()
+    assert {world.io.device.get(block) for block in blocks} == {None}
+    world.balance()
+
+
+def test_a_file_that_is_gone_or_bad_is_a_miss_from_there_on() -> None:
+    world = World(32, 16, 100)
+    tokens = list(range(40))
+    for some in (tokens, list(range(100, 160))):
+        world.answer(some)
+        world.rest()
+    world.forget_device()
+    assert world.disk is not None
+    entries = world.tiers.index.walk(b"", pack_tokens(tokens))
+    assert len(entries) == 10
+    assert not entries[4].ready
+    del world.disk.files[entries[4].digest]
+    assert world.answer(tokens) == 16
+    world.rest()
+    world.forget_device()
+    assert world.answer(tokens) == 36  # it was computed and written again
+    world.balance()
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Megabytes a second."""
+
+    host: float
+    disk: float = 0.0
+
+
+@pytest.mark.parametrize(
+    ("pace", "tokens_s", "wanted"),
+    [
+        (Pace(1000.0), 100.0, 9),  # 1 ms a block against 40
+        (Pace(10.0), 100.0, 0),  # 100 against 40
+        (Pace(10.0), 0.0, 9),  # unknown
+        (Pace(1000.0, 100.0), 100.0, 9),
+        (Pace(1000.0, 10.0), 100.0, 5),  # host memory yes, disk no
+    ],
+)
+def test_the_faster_of_loading_and_computing_is_taken(pace: Pace, tokens_s: float, wanted: int) -> None:
+    world = World(32, 32, 100 if pace.disk else 0, MB_BLOCK)
+    tokens = list(range(36))
+    world.answer([*tokens, 1])
+    world.rest()
+    world.forget_device()
+    world.tiers._measure(HOST, 1, 2**20 / pace.host / 1e6)
+    if pace.disk:
+        world.tiers._measure(DISK, 1, 2**20 / pace.disk / 1e6)
+        for entry in world.tiers.index.walk(b"", pack_tokens(tokens))[:4:-1]:
+            world.tiers._forget(world.tiers.index.leave_host(entry))
+    world.tiers.prompt_tokens_s = tokens_s
+    found = world.tiers.find(b"", pack_tokens([*tokens, 1]), 0)
+    assert len(found) == wanted
+
+
+def test_a_tier_that_was_slow_once_is_tried_again() -> None:
+    world = World(32, 32, layout=MB_BLOCK)
+    tokens = list(range(36))
+    world.answer(tokens)
+    world.rest()
+    world.tiers._measure(HOST, 1, 100.0)
+    world.tiers.prompt_tokens_s = 1000.0
+    assert world.tiers.find(b"", pack_tokens(tokens), 0) == []
+    world.now += UNTRIED_S + 1
+    assert len(world.tiers.find(b"", pack_tokens(tokens), 0)) == 2
+    assert world.tiers.find(b"", pack_tokens(tokens), 0) == []
+
+
+def test_what_earlier_lives_left_is_found_in_any_order_and_forgotten_by_its_last_use() -> None:
+    old = World(32, 32, 100)
+    first, second = list(range(24)), list(range(100, 124))
+    for tokens in (first, second):
+        old.answer(tokens)
+    old.rest()
+    assert old.disk is not None
+    blocks = [(one.block, float(one.salt == b"" and one.tokens[0] < 100)) for one in old.tiers.index.entries()]
+    blocks = [(block, 2.0 if pack_tokens(first)[:1] == b"\0" and block.tokens[0] < 100 else 1.0) for block, _ in blocks]
+    random.Random(3).shuffle(blocks)
+    new = World(32, 32, 12)
+    assert new.disk is not None
+    new.disk.files = dict(old.disk.files)
+    lost = next(block for block, _ in blocks if block.depth == 3 and block.tokens[0] >= 100)
+    blocks = [item for item in blocks if item[0] is not lost]
+    del new.disk.files[lost.digest]
+    for start in range(0, len(blocks), 5):
+        new.io.over.append(Found("me", blocks[start : start + 5]))
+    new.io.over.append(Found("me", [], last=True))
+    new.rest()
+    # What lay behind the lost one leads nowhere.
+    assert len(new.disk.files) == len(new.tiers.index) == 9
+    assert new.tiers.found(b"", pack_tokens(first), 0) == 6
+    assert new.tiers.found(b"", pack_tokens(second), 0) == 3
+    new.answer(list(range(200, 224)))
+    new.rest()
+    assert new.tiers.found(b"", pack_tokens(first), 0) == 6  # used later than the other one
+    assert new.tiers.found(b"", pack_tokens(second), 0) == 0
+    new.balance()
+
+
+def test_others_files_are_used_and_left_alone() -> None:
+    other = World(32, 32, 100)
+    tokens = list(range(24))
+    other.answer(tokens)
+    other.rest()
+    blocks = [(one.block, 0.0) for one in other.tiers.index.entries()]
+    world = World(32, 4, 100)
+    assert world.disk is not None
+    assert other.disk is not None
+    world.io.over.append(Found("you", blocks))
+    world.settle()
+    world.disk.files = dict(other.disk.files)  # as if these were readable
+    assert world.answer([*tokens, 9]) == 16  # host memory has no room for more on its way
+    world.rest()
+    assert len(world.disk.files) == 6

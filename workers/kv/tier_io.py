@@ -1,0 +1,263 @@
+"""TierIO: the threads that move blocks between the tiers. They decide nothing: the engine's thread gives them jobs, and
+takes back what became of them (see workers/kv/tiers.py).
+
+One thread copies to host memory, writes and deletes files; another brings blocks back, so that no request waits behind
+what is written. A third one reads the headers of what lies on disk, a bounded number a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workers.kv.blockfile import Block
+from workers.kv.disk import DiskStore
+from workers.kv.memory import KVMemory
+
+_log = logging.getLogger(__name__)
+NICE = 10
+"""Of the thread that writes beside an engine. On Linux each thread has its own."""
+SCANNED_S = 5000
+"""Headers of files that are read in a second."""
+SCAN_BATCH = 100
+OTHERS_S = 2.0
+"""How often other workers' directories are looked through."""
+
+
+@dataclass(slots=True)
+class Save:
+    """Copy device blocks to host slots; `done` of them are copied."""
+
+    blocks: list[int]
+    slots: list[int]
+    done: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Write:
+    """Write host slots to files, in order, until one fails. `owners` are the workers in whose directories they are."""
+
+    blocks: list[Block]
+    slots: list[int]
+    owners: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete files."""
+
+    digests: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block to bring back: it is in a host slot, or comes there first from the file of `block` in the directory of
+    `owner`, or with that part of an earlier load."""
+
+    slot: int
+    block: Block
+    owner: str = ""
+    after: tuple[Load, int] | None = None
+
+
+class Load:
+    """Bring blocks back to the device blocks `targets`, in order, as far as that goes: `read` parts are in their host
+    slots, and `done` of them on the device; without targets only to host memory. A file that cannot be read is where it
+    `failed`. Nothing is written to a target after `stop`."""
+
+    def __init__(self, parts: list[Part], targets: list[int]) -> None:
+        self.parts = parts
+        self.targets = targets
+        self.read = 0
+        self.done = 0
+        self.failed = False
+        self.finished = False
+        self.disk_s = 0.0
+        self.host_s = 0.0
+        self.stopped = False
+        self.until = 0.0
+        self.lock = threading.Lock()
+
+    def stop(self) -> int:
+        """Write to no target any more, for whatever reason; how many of them have their blocks."""
+        with self.lock:
+            self.stopped = True
+            return self.done
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Blocks that lie in the directory of a worker, and when they were last used. With `last` there are no more."""
+
+    owner: str
+    blocks: list[tuple[Block, float]]
+    last: bool = False
+
+
+Job = Save | Write | Remove | Load | Found
+EXTENT = 16
+"""Blocks that are copied at a time: between two of them a load can be stopped."""
+AHEAD = 6
+"""Files that are read ahead of the one that is waited for."""
+
+
+class TierIO:
+    """Threads over a device's pool, the host's `records` (uint8 `[slots, block_bytes]`) and perhaps a directory.
+    `wake` is called, by any thread, when there is something to `take`."""
+
+    def __init__(
+        self, memory: KVMemory, records: np.ndarray, disk: DiskStore | None, wake: Callable[[], object]
+    ) -> None:
+        self.disk = disk
+        self._memory = memory
+        self._records = records
+        self._wake = wake
+        self._done: deque[Job] = deque()
+        self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(self._writes, NICE), name="tier-writer", daemon=True),
+            threading.Thread(target=self._run, args=(self._loads, 0), name="tier-reader", daemon=True),
+        ]
+        if disk is not None:
+            self._threads.append(threading.Thread(target=self._scan, args=(disk,), name="tier-scanner", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._done)
+
+    def submit(self, job: Save | Write | Remove | Load) -> None:
+        """Have a job done after those of its kind that were given before."""
+        (self._loads if isinstance(job, Load) else self._writes).put(job)
+
+    def take(self) -> Iterator[Job]:
+        """Jobs that are over, and what was found on disk, in order. For the engine's thread."""
+        while self._done:
+            yield self._done.popleft()
+
+    def stop(self, timeout: float) -> None:
+        """End the threads after the jobs that are queued."""
+        self._stopping.set()
+        for jobs in (self._writes, self._loads):
+            jobs.put(None)
+        until = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # --- the threads --------------------------------------------------------------------------------------------
+
+    def _run(self, jobs: queue.SimpleQueue[Job | None], nice: int) -> None:
+        if nice:
+            os.nice(nice)
+        while (job := jobs.get()) is not None:
+            try:
+                self._do(job)
+            except Exception:
+                # What is not done is not there; the thread goes on with the next one.
+                _log.exception("%s failed", type(job).__name__.lower())
+            if isinstance(job, Load):
+                job.finished = True
+            self._tell(job)
+
+    def _do(self, job: Job) -> None:
+        if isinstance(job, Load):
+            self._load(job)
+        elif isinstance(job, Save):
+            self._save(job)
+        elif isinstance(job, Write):
+            self._write(job)
+        elif isinstance(job, Remove) and self.disk is not None:
+            for digest in job.digests:
+                self.disk.remove(digest)
+
+    def _save(self, job: Save) -> None:
+        begun = time.perf_counter()
+        self._memory.save(job.blocks, self._records, job.slots)
+        job.done, job.seconds = len(job.blocks), time.perf_counter() - begun
+
+    def _write(self, job: Write) -> None:
+        assert self.disk is not None
+        for block, slot in zip(job.blocks, job.slots, strict=True):
+            other = self.disk.owner(block.digest)
+            if other is None and not self.disk.write(block, memoryview(self._records[slot])):
+                return
+            job.owners.append(other or self.disk.worker)
+
+    def _load(self, job: Load) -> None:
+        for start in range(0, len(job.parts), EXTENT):
+            parts = job.parts[start : start + EXTENT]
+            begun = time.perf_counter()
+            for number, part in enumerate(parts, start):
+                self._announce(job, number + AHEAD)
+                if job.stopped or not self._fetch(job, part):
+                    break
+                job.read += 1
+            copied = time.perf_counter()
+            job.disk_s += copied - begun
+            slots = [part.slot for part in job.parts[start : job.read]]
+            with job.lock:
+                if job.stopped:
+                    return
+                if job.targets:
+                    self._memory.load(self._records, slots, job.targets[start : job.read])
+                    job.done = job.read
+            job.host_s += time.perf_counter() - copied
+            if job.read < start + len(parts):
+                return
+
+    def _announce(self, job: Load, number: int) -> None:
+        """Let the disk begin with a part that is wanted soon."""
+        if self.disk is not None and number < len(job.parts) and (part := job.parts[number]).owner:
+            self.disk.prefetch(part.owner, part.block)
+
+    def _fetch(self, job: Load, part: Part) -> bool:
+        """Let a part's slot have its bytes."""
+        if part.after is not None:
+            earlier, number = part.after
+            return earlier.read > number
+        if part.owner and self.disk is not None:
+            job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records[part.slot]))
+        return not job.failed
+
+    def _scan(self, disk: DiskStore) -> None:
+        os.nice(NICE)
+        try:
+            self._report((disk.worker, block, used) for block, used in disk.own())
+            self._tell(Found(disk.worker, [], last=True))
+            while not self._stopping.is_set():
+                self._report((owner, block, 0.0) for owner, block in disk.others())
+                self._stopping.wait(OTHERS_S)
+        except Exception:
+            _log.exception("cannot look through %s", disk.path)
+
+    def _report(self, found: Iterable[tuple[str, Block, float]]) -> None:
+        batch: dict[str, list[tuple[Block, float]]] = {}
+        for number, (owner, block, used) in enumerate(found, 1):
+            batch.setdefault(owner, []).append((block, used))
+            if number % SCAN_BATCH == 0:
+                self._tell_all(batch)
+                batch = {}
+                if self._stopping.wait(SCAN_BATCH / SCANNED_S):
+                    return
+        self._tell_all(batch)
+
+    def _tell_all(self, batch: dict[str, list[tuple[Block, float]]]) -> None:
+        for owner, blocks in batch.items():
+            self._tell(Found(owner, blocks))
+
+    def _tell(self, job: Job) -> None:
+        self._done.append(job)
+        self._wake()
