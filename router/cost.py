@@ -2,36 +2,86 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from router.view import WorkerView
-from transfer.messages import Source
+from router.view import Held, WorkerView
+from transfer.messages import Source, Speeds
 
 HANDOVER_S = 0.02
 BYTES_S = 1e9
+HOST_BYTES_S, DISK_BYTES_S = 2e9, 0.5e9
 """What is assumed of a worker that has not measured it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How a worker gets at a prompt: it computes `missing` tokens behind what it has, or has after fetching from
-    `fetch`; `seconds` for both, once it begins."""
+    """How a worker gets at a prompt: it computes `missing` tokens beside what it has, or has after fetching from
+    `fetch`; `seconds` for that and for what it loads from its lower tiers, once it begins."""
 
     missing: int
     fetch: Source | None
     seconds: float
 
 
-def reach(worker: WorkerView, tokens: int, own: int, source: WorkerView | None, held: int) -> Reach:
-    """Of a prompt of `tokens`, the first `own` are cached on the worker, and `held` on `source`, if there is such a
-    worker. Takes what is faster."""
-    plain = Reach(tokens - own, None, (tokens - own) / worker.prompt_tokens_s)
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """What a worker does about tokens that it has below its device: it loads them, in so many `seconds`, but for those
+    that are `computed` sooner."""
+
+    seconds: float = 0.0
+    computed: int = 0
+
+
+def reach(worker: WorkerView, tokens: int, own: Held, source: WorkerView | None, theirs: Held) -> Reach:
+    """Of a prompt of `tokens`, the worker holds `own`, and `source`, if there is such a worker, `theirs`. Takes what is
+    faster. What is fetched goes behind what is on the worker's device; what the source has below its own, it loads
+    first."""
+    plain = _reach(worker, tokens - own.total, _loading(worker, own), 0.0, None)
     if source is None or source.status is None:
         return plain
-    fetch_s = handover_s(source) + (held - own) * source.status.token_bytes / bytes_s(source)
-    missing = tokens - held
-    fetched = Reach(missing, Source(source.name, held, fetch_s), fetch_s + missing / worker.prompt_tokens_s)
+    token_bytes = source.status.token_bytes
+    fetch_s = handover_s(source) + (theirs.total - own.device) * token_bytes / bytes_s(source)
+    fetch_s += sum(count * token_bytes / speed for count, speed in _below(source, theirs))
+    rest, missing = _loading(worker, own.with_device(theirs.total)), tokens - max(own.total, theirs.total)
+    fetched = _reach(worker, missing, rest, fetch_s, Source(source.name, theirs.total, fetch_s))
     return min(plain, fetched, key=lambda one: one.seconds)
+
+
+def saved(worker: WorkerView, held: Held) -> float:
+    """How many tokens' computing it saves a worker that it holds these: of those that it loads only as many as it could
+    not compute meanwhile."""
+    if held.device == held.total:
+        return held.total
+    loading = _loading(worker, held)
+    return held.total - loading.computed - loading.seconds * worker.prompt_tokens_s
+
+
+def _reach(worker: WorkerView, missing: int, loading: _Loading, fetch_s: float, fetch: Source | None) -> Reach:
+    missing += loading.computed
+    return Reach(missing, fetch, fetch_s + loading.seconds + missing / worker.prompt_tokens_s)
+
+
+def _loading(worker: WorkerView, held: Held) -> _Loading:
+    """The worker itself decides for each tier, by the same comparison; nobody knows yet how much it would have to load
+    for a token before it has answered for the first time."""
+    seconds, computed = 0.0, 0
+    for count, speed in _below(worker, held):
+        load_s = count * worker.status.token_bytes / speed if worker.status else math.inf
+        if load_s < count / worker.prompt_tokens_s:
+            seconds += load_s
+        else:
+            computed += count
+    return _Loading(seconds, computed)
+
+
+def _below(worker: WorkerView, held: Held) -> list[tuple[int, float]]:
+    """Tokens that a worker holds in each tier below its device, and bytes a second from there."""
+    if held.device == held.total:
+        return []
+    speeds = worker.status.speeds if worker.status else Speeds()
+    host, disk = (held.host - held.device, held.total - held.host)
+    return [(host, speeds.host_bytes_s or HOST_BYTES_S), (disk, speeds.disk_bytes_s or DISK_BYTES_S)]
 
 
 def handed_over(worker: WorkerView, way: Reach, now: float) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from transfer.gossip.summary import digest
+from transfer.gossip.summary import DEVICE, HOST, digest
 
 _CHUNK = 64
 """Rows allocated at once. Rows never move, so growing copies nothing."""
@@ -94,6 +94,13 @@ class SummaryTable:
         keys, tiers = self._row(row)
         slot = _slot(keys, np.uint64(key))
         return int(tiers[slot]) if key and keys[slot] == key else None
+
+    def tiers(self, row: int, keys: np.ndarray, depth: int) -> tuple[int, int]:
+        """Of the first `depth` of the '<u8' keys, all of which a row has: how many, from the first on, it has on the
+        device, and how many on the device or in host memory. A tier gets no better with depth, so both are found by
+        binary search."""
+        device, host = _tiers(*self._row(row), keys, depth)
+        return device, host
 
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         keys, tiers = self._chunks[row // _CHUNK]
@@ -206,3 +213,23 @@ def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
                 high = middle - 1
             middle = (low + high + 1) // 2
         found[row] = low
+
+
+@_compiled(_COUNT, _ROW, _TIERS, _KEYS, _COUNT, _COUNT, _TIER)
+def _within(table, tiers, keys, low, high, tier):  # type: ignore[no-untyped-def]
+    """How many leading keys are in a tier or a better one: `low` at least, `high` at most."""
+    middle = high  # most prefixes are in one tier to their end
+    while low < high:
+        slot = _slot(table, keys[middle - 1])
+        if table[slot] == keys[middle - 1] and tiers[slot] <= tier:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+@_compiled(types.Tuple((_COUNT, _COUNT)), _ROW, _TIERS, _KEYS, _COUNT)
+def _tiers(table, tiers, keys, depth):  # type: ignore[no-untyped-def]
+    device = _within(table, tiers, keys, 0, depth, DEVICE)
+    return device, _within(table, tiers, keys, device, depth, HOST)
