@@ -35,16 +35,18 @@ class _Loading:
 
 def reach(worker: WorkerView, tokens: int, own: Held, source: WorkerView | None, theirs: Held) -> Reach:
     """Of a prompt of `tokens`, the worker holds `own`, and `source`, if there is such a worker, `theirs`. Takes what is
-    faster. What is fetched goes behind what is on the worker's device; what the source has below its own, it loads
-    first."""
+    faster. What is fetched goes behind what is on the worker's device. What the source has below its own, it loads
+    first, unless it would rather compute it: then it does not lend it."""
     plain = _reach(worker, tokens - own.total, _loading(worker, own), 0.0, None)
     if source is None or source.status is None:
         return plain
-    token_bytes = source.status.token_bytes
-    fetch_s = handover_s(source) + (theirs.total - own.device) * token_bytes / bytes_s(source)
-    fetch_s += sum(count * token_bytes / speed for count, speed in _below(source, theirs))
-    rest, missing = _loading(worker, own.with_device(theirs.total)), tokens - max(own.total, theirs.total)
-    fetched = _reach(worker, missing, rest, fetch_s, Source(source.name, theirs.total, fetch_s))
+    lending = _loading(source, theirs)
+    lent = theirs.total - lending.computed
+    if lent <= own.device:
+        return plain
+    fetch_s = handover_s(source) + lending.seconds + (lent - own.device) * source.status.token_bytes / bytes_s(source)
+    rest, missing = _loading(worker, own.with_device(lent)), tokens - max(own.total, lent)
+    fetched = _reach(worker, missing, rest, fetch_s, Source(source.name, lent, fetch_s))
     return min(plain, fetched, key=lambda one: one.seconds)
 
 
@@ -76,12 +78,14 @@ def _loading(worker: WorkerView, held: Held) -> _Loading:
 
 
 def _below(worker: WorkerView, held: Held) -> list[tuple[int, float]]:
-    """Tokens that a worker holds in each tier below its device, and bytes a second from there."""
+    """Tokens that a worker holds in each tier below its device, and bytes a second from there. What is on disk comes by
+    way of host memory."""
     if held.device == held.total:
         return []
     speeds = worker.status.speeds if worker.status else Speeds()
-    host, disk = (held.host - held.device, held.total - held.host)
-    return [(host, speeds.host_bytes_s or HOST_BYTES_S), (disk, speeds.disk_bytes_s or DISK_BYTES_S)]
+    host_bytes_s = speeds.host_bytes_s or HOST_BYTES_S
+    disk_bytes_s = 1 / (1 / (speeds.disk_bytes_s or DISK_BYTES_S) + 1 / host_bytes_s)
+    return [(held.host - held.device, host_bytes_s), (held.total - held.host, disk_bytes_s)]
 
 
 def handed_over(worker: WorkerView, way: Reach, now: float) -> float:

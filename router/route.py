@@ -294,7 +294,7 @@ class Router:
         """How a worker gets at a prompt: alone, or with the help of the one that holds most of it."""
         own = ask.whole(ask.holdings.soon(worker.name))
         for other, theirs in ask.lenders(self.view):
-            if theirs.total > own.device and other is not worker and _alike(worker, other):
+            if other is not worker and theirs.total > own.device and _alike(worker, other):
                 return reach(worker, ask.tokens, own, other, theirs)
         return reach(worker, ask.tokens, own, None, NOTHING)
 

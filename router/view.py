@@ -167,7 +167,8 @@ class Crowd:
 @dataclass(frozen=True, slots=True)
 class Held:
     """How many of a prompt's first tokens a worker holds: `total`, of these the first `host` in its host memory or
-    better, and of these the first `device` on its device."""
+    better, and of these the first `device` on its device. Where host memory and disk have pieces in turn, it is taken
+    to have those of host memory first: what loading takes is the same."""
 
     total: int = 0
     host: int = 0
@@ -202,6 +203,7 @@ class Holdings:
         self._replicas = replicas
         self._soon = soon
         self._said: dict[str, Held] = {}
+        self._worth: np.ndarray | None = None
 
     def there(self, name: str) -> Held:
         """What a worker has by now."""
@@ -212,14 +214,24 @@ class Holdings:
         return self._published(name).with_device(self._soon.get(name, (0, 0))[0])
 
     def deepest(self, count: int) -> list[str]:
-        """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first."""
+        """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first. What is
+        on the device counts twice: on a disk that they share, all may have all of it."""
         names = set(self._soon)
         if self._replicas is not None:
             rows = np.flatnonzero(self._depths)
             if len(rows) > count:
-                rows = rows[np.argpartition(self._depths[rows], -count)[-count:]]
+                if self._worth is None:
+                    tokens = np.array((0, *self._ladder.tokens))
+                    device = self._replicas.device_depths(self._ladder.checkpoints, self._depths)
+                    self._worth = tokens[self._depths] + tokens[device]
+                rows = rows[np.argpartition(self._worth[rows], -count)[-count:]]
             names.update(self._replicas.workers[row] for row in rows.tolist())
-        return sorted(names, key=lambda name: (-self.soon(name).total, name))[:count]
+
+        def order(name: str) -> tuple[int, str]:
+            held = self.soon(name)
+            return -held.total - held.device, name
+
+        return sorted(names, key=order)[:count]
 
     def _published(self, name: str) -> Held:
         """By what its summary says; looked up once, and only of those that somebody asks for."""
@@ -229,7 +241,7 @@ class Holdings:
         held = NOTHING
         if self._replicas is not None and row is not None and (depth := int(self._depths[row])):
             device, host = self._replicas.tiers(name, self._ladder.checkpoints, depth)
-            tokens = self._ladder.tokens
+            tokens, host = self._ladder.tokens, device + host
             held = Held(tokens[depth - 1], tokens[host - 1] if host else 0, tokens[device - 1] if device else 0)
         self._said[name] = held
         return held

@@ -344,7 +344,8 @@ class TierStatus:
 class Speeds:
     """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
     second in steps of some length. `handover_s`: from a first token until the decode worker has all blocks. `bytes_s`:
-    while it sends. `host_bytes_s` and `disk_bytes_s`: while it loads from host memory and from disk."""
+    while it sends. `host_bytes_s`: while it loads from host memory. `disk_bytes_s`: while it reads from disk to host
+    memory."""
 
     prompt_tokens_s: float = 0.0
     handover_s: float = 0.0

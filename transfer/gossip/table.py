@@ -95,10 +95,18 @@ class SummaryTable:
         slot = _slot(keys, np.uint64(key))
         return int(tiers[slot]) if key and keys[slot] == key else None
 
+    def device_depths(self, keys: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        """int32 `[rows]`: of the leading keys that each row has (its `depths`), how many it has on the device. With a key
+        on the device those before it must be there, too."""
+        found = np.empty(self.rows, np.int32)
+        for number, (chunk, tiers) in enumerate(self._chunks):
+            part = slice(number * _CHUNK, (number + 1) * _CHUNK)
+            _device_depths(chunk, tiers, keys, depths[part], found[part])
+        return found
+
     def tiers(self, row: int, keys: np.ndarray, depth: int) -> tuple[int, int]:
-        """Of the first `depth` of the '<u8' keys, all of which a row has: how many, from the first on, it has on the
-        device, and how many on the device or in host memory. A tier gets no better with depth, so both are found by
-        binary search."""
+        """The same of one row, and how many of the others it has in host memory. Of the lower tiers none need be closed
+        under prefix."""
         device, host = _tiers(*self._row(row), keys, depth)
         return device, host
 
@@ -108,7 +116,7 @@ class SummaryTable:
 
 
 _KEY, _TIER, _COUNT = types.uint64, types.uint8, types.int64
-_ROW, _ROWS, _TIERS = _KEY[::1], _KEY[:, ::1], _TIER[::1]
+_ROW, _ROWS, _TIERS, _TIER_ROWS, _DEPTHS = _KEY[::1], _KEY[:, ::1], _TIER[::1], _TIER[:, ::1], types.int32[::1]
 # Read-only arrays, which views of messages are, have a type of their own, into which others are converted.
 _KEYS, _NEW_TIERS = (types.Array(kind, 1, "C", readonly=True) for kind in (_KEY, _TIER))
 
@@ -199,7 +207,7 @@ def _remove(table, tiers, keys):  # type: ignore[no-untyped-def]
     return gone, grown
 
 
-@_compiled(types.void, _ROWS, _KEYS, types.int32[::1])
+@_compiled(types.void, _ROWS, _KEYS, _DEPTHS)
 def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
     for row in range(len(found)):
         table = tables[row]
@@ -215,13 +223,12 @@ def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
         found[row] = low
 
 
-@_compiled(_COUNT, _ROW, _TIERS, _KEYS, _COUNT, _COUNT, _TIER)
-def _within(table, tiers, keys, low, high, tier):  # type: ignore[no-untyped-def]
-    """How many leading keys are in a tier or a better one: `low` at least, `high` at most."""
+@_compiled(_COUNT, _ROW, _TIERS, _KEYS, _COUNT)
+def _on_device(table, tiers, keys, depth):  # type: ignore[no-untyped-def]
+    low, high = 0, depth
     middle = high  # most prefixes are in one tier to their end
     while low < high:
-        slot = _slot(table, keys[middle - 1])
-        if table[slot] == keys[middle - 1] and tiers[slot] <= tier:
+        if tiers[_slot(table, keys[middle - 1])] == DEVICE:
             low = middle
         else:
             high = middle - 1
@@ -229,7 +236,15 @@ def _within(table, tiers, keys, low, high, tier):  # type: ignore[no-untyped-def
     return low
 
 
+@_compiled(types.void, _ROWS, _TIER_ROWS, _KEYS, _DEPTHS, _DEPTHS)
+def _device_depths(tables, tiers, keys, depths, found):  # type: ignore[no-untyped-def]
+    for row in range(len(found)):
+        found[row] = _on_device(tables[row], tiers[row], keys, depths[row])
+
+
 @_compiled(types.Tuple((_COUNT, _COUNT)), _ROW, _TIERS, _KEYS, _COUNT)
 def _tiers(table, tiers, keys, depth):  # type: ignore[no-untyped-def]
-    device = _within(table, tiers, keys, 0, depth, DEVICE)
-    return device, _within(table, tiers, keys, device, depth, HOST)
+    device, host = _on_device(table, tiers, keys, depth), 0
+    for index in range(device, depth):
+        host += tiers[_slot(table, keys[index])] == HOST
+    return device, host

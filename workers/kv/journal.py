@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from transfer.gossip.summary import DEVICE, Summary
+from transfer.gossip.summary import DEVICE, DISK, HOST, Summary
 from transfer.prefix import root_key
 
 
@@ -25,6 +25,7 @@ class Journal:
     def __init__(self, fingerprint: str) -> None:
         self._fingerprint = fingerprint
         self._entries: deque[tuple[int, bool, list[int]]] = deque()
+        """Each with a bit for every tier that it is about."""
         self._tiers: dict[int, int] = {}
         """The reader's: a bit for each tier that has a key."""
 
@@ -34,29 +35,33 @@ class Journal:
 
     def came(self, keys: list[int]) -> None:
         """Prefixes are cached on the device from now on, ancestors first."""
-        self._entries.append((DEVICE, True, keys))
+        self._entries.append((1 << DEVICE, True, keys))
 
     def went(self, keys: list[int]) -> None:
         """Prefixes are not cached on the device any more, descendants first."""
-        self._entries.append((DEVICE, False, keys))
+        self._entries.append((1 << DEVICE, False, keys))
 
     def stored(self, keys: list[int], tier: int) -> None:
         """Prefixes are in a lower tier from now on, HOST or DISK, ancestors first."""
-        self._entries.append((tier, True, keys))
+        self._entries.append((1 << tier, True, keys))
 
     def dropped(self, keys: list[int], tier: int) -> None:
         """Prefixes are not in a lower tier any more, descendants first."""
-        self._entries.append((tier, False, keys))
+        self._entries.append((1 << tier, False, keys))
+
+    def lost(self, keys: list[int]) -> None:
+        """Prefixes are in neither of the lower tiers any more, descendants first. They go at once, whichever had them:
+        tier by tier, some would stay without their ancestors."""
+        self._entries.append((1 << HOST | 1 << DISK, False, keys))
 
     def read(self, summary: Summary) -> None:
         """Bring a summary up to date; what happens meanwhile is left for the next time. For one thread only, any but
         the engine's."""
         for _ in range(len(self._entries)):
-            tier, there, keys = self._entries.popleft()
-            bit = 1 << tier
+            bits, there, keys = self._entries.popleft()
             for key in keys:
                 before = self._tiers.get(key, 0)
-                tiers = before | bit if there else before & ~bit
+                tiers = before | bits if there else before & ~bits
                 if tiers:
                     self._tiers[key] = tiers
                     summary.add(key, (tiers & -tiers).bit_length() - 1)
