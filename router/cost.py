@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from router.view import Held, WorkerView
-from transfer.messages import Source, Speeds
+from transfer.messages import Source
 
 HANDOVER_S = 0.02
 BYTES_S = 1e9
@@ -25,67 +24,51 @@ class Reach:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loading:
-    """What a worker does about tokens that it has below its device: it loads them, in so many `seconds`, but for those
-    that are `computed` sooner."""
+class Usable:
+    """What a worker uses of the tokens of a prompt that it holds: so many `tokens`, once it has loaded for `seconds`
+    what is below its device. What it computes sooner than it loads it is not among them."""
 
-    seconds: float = 0.0
-    computed: int = 0
-
-
-def reach(worker: WorkerView, tokens: int, own: Held, source: WorkerView | None, theirs: Held) -> Reach:
-    """Of a prompt of `tokens`, the worker holds `own`, and `source`, if there is such a worker, `theirs`. Takes what is
-    faster. What is fetched goes behind what is on the worker's device. What the source has below its own, it loads
-    first, unless it would rather compute it: then it does not lend it."""
-    plain = _reach(worker, tokens - own.total, _loading(worker, own), 0.0, None)
-    if source is None or source.status is None:
-        return plain
-    lending = _loading(source, theirs)
-    lent = theirs.total - lending.computed
-    if lent <= own.device:
-        return plain
-    fetch_s = handover_s(source) + lending.seconds + (lent - own.device) * source.status.token_bytes / bytes_s(source)
-    rest, missing = _loading(worker, own.with_device(lent)), tokens - max(own.total, lent)
-    fetched = _reach(worker, missing, rest, fetch_s, Source(source.name, lent, fetch_s))
-    return min(plain, fetched, key=lambda one: one.seconds)
+    tokens: int
+    seconds: float
 
 
-def saved(worker: WorkerView, held: Held) -> float:
-    """How many tokens' computing it saves a worker that it holds these: of those that it loads only as many as it could
-    not compute meanwhile."""
+def usable(worker: WorkerView, held: Held) -> Usable:
+    """What is usable of `held`. The worker itself decides about each tier, by the same comparison. How much it would
+    have to load is not known before it has answered for the first time."""
     if held.device == held.total:
-        return held.total
-    loading = _loading(worker, held)
-    return held.total - loading.computed - loading.seconds * worker.prompt_tokens_s
+        return Usable(held.total, 0.0)
+    if worker.status is None:
+        return Usable(held.device, 0.0)
+    tokens, seconds, speeds = held.device, 0.0, worker.status.speeds
+    host_s = worker.status.token_bytes / (speeds.host_bytes_s or HOST_BYTES_S)
+    disk_s = host_s + worker.status.token_bytes / (speeds.disk_bytes_s or DISK_BYTES_S)  # by way of host memory
+    for count, token_s in ((held.host - held.device, host_s), (held.total - held.host, disk_s)):
+        if token_s * worker.prompt_tokens_s < 1:
+            tokens, seconds = tokens + count, seconds + count * token_s
+    return Usable(tokens, seconds)
 
 
-def _reach(worker: WorkerView, missing: int, loading: _Loading, fetch_s: float, fetch: Source | None) -> Reach:
-    missing += loading.computed
-    return Reach(missing, fetch, fetch_s + loading.seconds + missing / worker.prompt_tokens_s)
+def saved(worker: WorkerView, use: Usable) -> float:
+    """How many tokens' computing that saves the worker: as many less as it could compute while it loads."""
+    return use.tokens - use.seconds * worker.prompt_tokens_s
 
 
-def _loading(worker: WorkerView, held: Held) -> _Loading:
-    """The worker itself decides for each tier, by the same comparison; nobody knows yet how much it would have to load
-    for a token before it has answered for the first time."""
-    seconds, computed = 0.0, 0
-    for count, speed in _below(worker, held):
-        load_s = count * worker.status.token_bytes / speed if worker.status else math.inf
-        if load_s < count / worker.prompt_tokens_s:
-            seconds += load_s
-        else:
-            computed += count
-    return _Loading(seconds, computed)
-
-
-def _below(worker: WorkerView, held: Held) -> list[tuple[int, float]]:
-    """Tokens that a worker holds in each tier below its device, and bytes a second from there. What is on disk comes by
-    way of host memory."""
-    if held.device == held.total:
-        return []
-    speeds = worker.status.speeds if worker.status else Speeds()
-    host_bytes_s = speeds.host_bytes_s or HOST_BYTES_S
-    disk_bytes_s = 1 / (1 / (speeds.disk_bytes_s or DISK_BYTES_S) + 1 / host_bytes_s)
-    return [(held.host - held.device, host_bytes_s), (held.total - held.host, disk_bytes_s)]
+def reach(worker: WorkerView, tokens: int, own: Held, source: WorkerView | None, lent: Usable) -> Reach:
+    """Of a prompt of `tokens`, the worker holds `own`, and `source`, if there is such a worker, lends `lent`. Takes
+    what is faster. What is fetched goes behind what is on the worker's device."""
+    mine = usable(worker, own)
+    missing = tokens - mine.tokens
+    plain = Reach(missing, None, mine.seconds + missing / worker.prompt_tokens_s)
+    if source is None or source.status is None or lent.tokens <= own.device:
+        return plain
+    sent_s = (lent.tokens - own.device) * source.status.token_bytes / bytes_s(source)
+    fetch_s = lent.seconds + handover_s(source) + sent_s
+    if fetch_s >= plain.seconds:
+        return plain
+    mine = usable(worker, own.with_device(lent.tokens))
+    missing = tokens - mine.tokens
+    seconds = fetch_s + mine.seconds + missing / worker.prompt_tokens_s
+    return min(plain, Reach(missing, Source(source.name, lent.tokens, fetch_s), seconds), key=lambda one: one.seconds)
 
 
 def handed_over(worker: WorkerView, way: Reach, now: float) -> float:

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from random import Random
 
 from router.config import RouterConfig
-from router.cost import Reach, handed_over, local, reach, saved
+from router.cost import Reach, Usable, handed_over, local, reach, saved, usable
 from router.heat import Heat
 from router.ring import Ring
-from router.view import BOTH, DECODE, NOTHING, PREFILL, Held, Holdings, Ladder, View, WorkerView
+from router.view import BOTH, DECODE, PREFILL, Held, Holdings, Ladder, View, WorkerView
 from transfer.gossip.frames import Notice
 from transfer.messages import Dispatch, Plan
 from transfer.prefix import PrefixChain
@@ -284,19 +284,25 @@ class Router:
         def rank(one: WorkerView) -> tuple[bool, bool, float, int, int]:
             held = ask.whole(ask.holdings.soon(one.name))
             full = ask.now < one.full_until or not one.room(ask.tokens - held.device, ask.chain.block_size)
-            return full, one.answering + 1 > most, -saved(one, held), one.answering, place.get(one.name, len(able))
+            return (
+                full,
+                one.answering + 1 > most,
+                -saved(one, usable(one, held)),
+                one.answering,
+                place.get(one.name, len(able)),
+            )
 
         return min(candidates, key=rank)
 
     # --- how a worker gets at a prompt --------------------------------------------------------------------------
 
     def _reach(self, ask: _Ask, worker: WorkerView) -> Reach:
-        """How a worker gets at a prompt: alone, or with the help of the one that holds most of it."""
+        """How a worker gets at a prompt: alone, or with the help of the one that saves most of it."""
         own = ask.whole(ask.holdings.soon(worker.name))
-        for other, theirs in ask.lenders(self.view):
-            if other is not worker and theirs.total > own.device and _alike(worker, other):
-                return reach(worker, ask.tokens, own, other, theirs)
-        return reach(worker, ask.tokens, own, None, NOTHING)
+        for other, lent in ask.lenders(self.view):
+            if other is not worker and _alike(worker, other):
+                return reach(worker, ask.tokens, own, other, lent)
+        return reach(worker, ask.tokens, own, None, _NOTHING)
 
     @staticmethod
     def _planned(
@@ -328,22 +334,25 @@ class _Ask:
         self.tokens = tokens
         self.avoid = avoid
         self.now = now
-        self._lenders: list[tuple[WorkerView, Held]] | None = None
+        self._lenders: list[tuple[WorkerView, Usable]] | None = None
 
     def whole(self, held: Held) -> Held:
         """Of what a worker holds what is of use; at least one token is left to compute."""
         size = self.chain.block_size
         return held.cut((self.tokens - 1) // size * size)
 
-    def lenders(self, view: View) -> list[tuple[WorkerView, Held]]:
-        """Living workers that have most of it by now, and how much; first those that save most."""
+    def lenders(self, view: View) -> list[tuple[WorkerView, Usable]]:
+        """Living workers that have most of it by now, and what they lend of it; first those that save most."""
         if self._lenders is None:
             names = self.holdings.deepest(DEEPEST + len(self.avoid))
             able = view.able(PREFILL, DECODE, BOTH).workers
             some = [able[name] for name in names if name in able and name not in self.avoid]
-            lenders = [(one, self.whole(self.holdings.there(one.name))) for one in some]
+            lenders = [(one, usable(one, self.whole(self.holdings.there(one.name)))) for one in some]
             self._lenders = sorted(lenders, key=lambda item: (-saved(*item), item[0].in_flight))
         return self._lenders
+
+
+_NOTHING = Usable(0, 0.0)
 
 
 def _caches(worker: WorkerView) -> bool:

@@ -203,7 +203,7 @@ class Holdings:
         self._replicas = replicas
         self._soon = soon
         self._said: dict[str, Held] = {}
-        self._worth: np.ndarray | None = None
+        self._deepest: dict[int, list[str]] = {}
 
     def there(self, name: str) -> Held:
         """What a worker has by now."""
@@ -216,22 +216,24 @@ class Holdings:
     def deepest(self, count: int) -> list[str]:
         """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first. What is
         on the device counts twice: on a disk that they share, all may have all of it."""
+        if (known := self._deepest.get(count)) is not None:
+            return known
         names = set(self._soon)
         if self._replicas is not None:
             rows = np.flatnonzero(self._depths)
             if len(rows) > count:
-                if self._worth is None:
-                    tokens = np.array((0, *self._ladder.tokens))
-                    device = self._replicas.device_depths(self._ladder.checkpoints, self._depths)
-                    self._worth = tokens[self._depths] + tokens[device]
-                rows = rows[np.argpartition(self._worth[rows], -count)[-count:]]
+                tokens = np.array((0, *self._ladder.tokens))
+                device = self._replicas.device_depths(self._ladder.checkpoints, self._depths)
+                worth = (tokens[self._depths] + tokens[device])[rows]
+                rows = rows[np.argpartition(worth, -count)[-count:]]
             names.update(self._replicas.workers[row] for row in rows.tolist())
 
         def order(name: str) -> tuple[int, str]:
             held = self.soon(name)
             return -held.total - held.device, name
 
-        return sorted(names, key=order)[:count]
+        self._deepest[count] = sorted(names, key=order)[:count]
+        return self._deepest[count]
 
     def _published(self, name: str) -> Held:
         """By what its summary says; looked up once, and only of those that somebody asks for."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from router.cost import DISK_BYTES_S, HOST_BYTES_S, reach, saved
+from router.cost import DISK_BYTES_S, HOST_BYTES_S, Usable, reach, saved, usable
 from router.view import NOTHING, Held, Ladder
 from tests.router.test_route import BLOCK, LONG, chain, fetched, report
 from tests.router.test_view import House
@@ -13,6 +13,7 @@ from transfer.gossip.summary import DEVICE, DISK, HOST
 from transfer.messages import Plan
 
 MORE = [*LONG, 7]
+NONE = Usable(0, 0.0)
 TOKEN_BYTES = 10_000
 HOST_S = TOKEN_BYTES / HOST_BYTES_S
 DISK_S = HOST_S + TOKEN_BYTES / DISK_BYTES_S
@@ -89,11 +90,11 @@ def test_speeds_that_were_measured_count() -> None:
     made = house(prefill=1)
     worker = made.view.workers["p0"]
     held = Held(1500, 1000, 500)
-    assert reach(worker, 2000, held, None, NOTHING).seconds == pytest.approx(0.5 + 500 * HOST_S + 500 * DISK_S)
+    assert reach(worker, 2000, held, None, NONE).seconds == pytest.approx(0.5 + 500 * HOST_S + 500 * DISK_S)
     report(made.view, "p0", host_bytes_s=5e8, disk_bytes_s=1e8)
-    way = reach(worker, 2000, held, None, NOTHING)
+    way = reach(worker, 2000, held, None, NONE)
     assert (way.missing, way.seconds) == (500, pytest.approx(0.5 + 500 * 0.02e-3 + 500 * 0.12e-3))
-    assert saved(worker, held) == pytest.approx(1500 - 10 - 60)
+    assert saved(worker, usable(worker, held)) == pytest.approx(1500 - 10 - 60)
 
 
 def test_what_is_computed_sooner_than_loaded_counts_as_missing() -> None:
@@ -101,11 +102,11 @@ def test_what_is_computed_sooner_than_loaded_counts_as_missing() -> None:
     made = house(prefill=1, disk_bytes_s=0.9e7)  # a millisecond for 10 kB is 1e7
     worker = made.view.workers["p0"]
     held = Held(1500, 1000, 500)
-    way = reach(worker, 2000, held, None, NOTHING)
+    way = reach(worker, 2000, held, None, NONE)
     assert (way.missing, way.seconds) == (1000, pytest.approx(1.0 + 500 * HOST_S))
-    assert saved(worker, held) == pytest.approx(1000 - 500 * HOST_S * 1000)
+    assert saved(worker, usable(worker, held)) == pytest.approx(1000 - 500 * HOST_S * 1000)
     worker.status = None
-    assert reach(worker, 2000, held, None, NOTHING).missing == 1500
+    assert reach(worker, 2000, held, None, NONE).missing == 1500
 
 
 def test_a_decode_worker_is_not_asked_to_compute_what_it_has_on_a_slow_disk() -> None:
@@ -155,6 +156,10 @@ def test_nothing_is_fetched_from_who_has_less_on_its_device() -> None:
     holds(made, "d0", prompt[:640], device=640)
     plan = made.plan(prompt)
     assert (plan.fetch, plan.why["missing"]) == (None, 9000 - 8704)
+    report(made.view, "d0", disk_bytes_s=1e6)
+    worker, other = made.view.workers["p0"], made.view.workers["d0"]
+    way = reach(worker, 10_000, Held(9000, 9000, 9000), other, usable(other, Held(9500, 640, 640)))
+    assert (way.fetch, way.missing) == (None, 1000)
 
 
 def test_of_many_that_share_a_disk_the_one_that_has_it_at_hand_is_a_candidate() -> None:
@@ -163,6 +168,9 @@ def test_of_many_that_share_a_disk_the_one_that_has_it_at_hand_is_a_candidate() 
         holds(made, name, LONG, device=2000 if name == "p41" else 0)
     plan = made.plan(MORE)
     assert (plan.prefill, plan.why["candidates"] < 20) == ("p41", True)
+    for number in range(8):
+        made.router.holds(f"p{number}", chain(LONG[:64]))  # what is believed beside the summaries has its place, too
+    assert made.view.holdings(Ladder.of(chain(MORE))).deepest(8)[0] == "p41"
 
 
 def test_pieces_below_the_device_count_wherever_they_lie() -> None:
@@ -182,17 +190,21 @@ def test_of_lenders_the_one_that_has_it_at_hand() -> None:
     holds(made, "d1", LONG, device=2000)
     holds(made, "d2", LONG, host=2000)
     assert fetched(made.plan(MORE)) == ("d1", WHOLE)
+    made = house(prefill=1, decode=2, disk_bytes_s=2e7)
+    holds(made, "d0", LONG)
+    holds(made, "d1", LONG[:1280], device=1280)
+    assert fetched(made.plan(MORE)) == ("d1", 1280)
 
 
 def test_what_lies_on_the_own_disk_is_fetched_from_a_device_when_that_is_faster() -> None:
     """The rest is loaded or computed behind it."""
     made = house(prefill=1, disk_bytes_s=2e7)
     worker, other = made.view.workers["p0"], made.view.workers["d0"]
-    way = reach(worker, 2000, Held(1500, 0, 0), other, Held(1000, 1000, 1000))
+    way = reach(worker, 2000, Held(1500, 0, 0), other, Usable(1000, 0.0))
     assert (way.missing, way.fetch and way.fetch.tokens) == (500, 1000)
     assert way.seconds == pytest.approx(0.02 + 1000 * TOKEN_BYTES / 1e9 + 500 * (0.5e-3 + HOST_S) + 0.5)
     report(made.view, "p0", disk_bytes_s=2e9)
-    way = reach(worker, 2000, Held(1500, 0, 0), other, Held(1000, 1000, 1000))
+    way = reach(worker, 2000, Held(1500, 0, 0), other, Usable(1000, 0.0))
     assert (way.missing, way.fetch) == (500, None)
 
 

@@ -96,8 +96,8 @@ class SummaryTable:
         return int(tiers[slot]) if key and keys[slot] == key else None
 
     def device_depths(self, keys: np.ndarray, depths: np.ndarray) -> np.ndarray:
-        """int32 `[rows]`: of the leading keys that each row has (its `depths`), how many it has on the device. With a key
-        on the device those before it must be there, too."""
+        """int32 `[rows]`: of the leading keys that each row has (its `depths`), how many it has on the device. What is
+        before a key on the device must be there, too."""
         found = np.empty(self.rows, np.int32)
         for number, (chunk, tiers) in enumerate(self._chunks):
             part = slice(number * _CHUNK, (number + 1) * _CHUNK)
