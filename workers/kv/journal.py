@@ -68,6 +68,3 @@ class Journal:
                 else:
                     self._tiers.pop(key, None)
                     summary.remove(key)
-
-    def stored(self, keys: list[int], tier: int) -> None: ...
-    def dropped(self, keys: list[int], tier: int) -> None: ...
