@@ -4,34 +4,71 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.view import WorkerView
+from router.view import Held, WorkerView
 from transfer.messages import Source
 
 HANDOVER_S = 0.02
 BYTES_S = 1e9
+HOST_BYTES_S, DISK_BYTES_S = 2e9, 0.5e9
 """What is assumed of a worker that has not measured it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How a worker gets at a prompt: it computes `missing` tokens behind what it has, or has after fetching from
-    `fetch`; `seconds` for both, once it begins."""
+    """How a worker gets at a prompt: it computes `missing` tokens beside what it has, or has after fetching from
+    `fetch`; `seconds` for that and for what it loads from its lower tiers, once it begins."""
 
     missing: int
     fetch: Source | None
     seconds: float
 
 
-def reach(worker: WorkerView, tokens: int, own: int, source: WorkerView | None, held: int) -> Reach:
-    """Of a prompt of `tokens`, the first `own` are cached on the worker, and `held` on `source`, if there is such a
-    worker. Takes what is faster."""
-    plain = Reach(tokens - own, None, (tokens - own) / worker.prompt_tokens_s)
-    if source is None or source.status is None:
+@dataclass(frozen=True, slots=True)
+class Usable:
+    """What a worker uses of the tokens of a prompt that it holds: so many `tokens`, once it has loaded for `seconds`
+    what is below its device. What it computes sooner than it loads it is not among them."""
+
+    tokens: int
+    seconds: float
+
+
+def usable(worker: WorkerView, held: Held) -> Usable:
+    """What is usable of `held`. The worker itself decides about each tier, by the same comparison. How much it would
+    have to load is not known before it has answered for the first time."""
+    if held.device == held.total:
+        return Usable(held.total, 0.0)
+    if worker.status is None:
+        return Usable(held.device, 0.0)
+    tokens, seconds, speeds = held.device, 0.0, worker.status.speeds
+    host_s = worker.status.token_bytes / (speeds.host_bytes_s or HOST_BYTES_S)
+    disk_s = host_s + worker.status.token_bytes / (speeds.disk_bytes_s or DISK_BYTES_S)  # by way of host memory
+    for count, token_s in ((held.host - held.device, host_s), (held.total - held.host, disk_s)):
+        if token_s * worker.prompt_tokens_s < 1:
+            tokens, seconds = tokens + count, seconds + count * token_s
+    return Usable(tokens, seconds)
+
+
+def saved(worker: WorkerView, use: Usable) -> float:
+    """How many tokens' computing that saves the worker: as many less as it could compute while it loads."""
+    return use.tokens - use.seconds * worker.prompt_tokens_s
+
+
+def reach(worker: WorkerView, tokens: int, own: Held, source: WorkerView | None, lent: Usable) -> Reach:
+    """Of a prompt of `tokens`, the worker holds `own`, and `source`, if there is such a worker, lends `lent`. Takes
+    what is faster. What is fetched goes behind what is on the worker's device."""
+    mine = usable(worker, own)
+    missing = tokens - mine.tokens
+    plain = Reach(missing, None, mine.seconds + missing / worker.prompt_tokens_s)
+    if source is None or source.status is None or lent.tokens <= own.device:
         return plain
-    fetch_s = handover_s(source) + (held - own) * source.status.token_bytes / bytes_s(source)
-    missing = tokens - held
-    fetched = Reach(missing, Source(source.name, held, fetch_s), fetch_s + missing / worker.prompt_tokens_s)
-    return min(plain, fetched, key=lambda one: one.seconds)
+    sent_s = (lent.tokens - own.device) * source.status.token_bytes / bytes_s(source)
+    fetch_s = lent.seconds + handover_s(source) + sent_s
+    if fetch_s >= plain.seconds:
+        return plain
+    mine = usable(worker, own.with_device(lent.tokens))
+    missing = tokens - mine.tokens
+    seconds = fetch_s + mine.seconds + missing / worker.prompt_tokens_s
+    return min(plain, Reach(missing, Source(source.name, lent.tokens, fetch_s), seconds), key=lambda one: one.seconds)
 
 
 def handed_over(worker: WorkerView, way: Reach, now: float) -> float:

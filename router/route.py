@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from random import Random
 
 from router.config import RouterConfig
-from router.cost import Reach, handed_over, local, reach
+from router.cost import Reach, Usable, handed_over, local, reach, saved, usable
 from router.heat import Heat
 from router.ring import Ring
-from router.view import BOTH, DECODE, PREFILL, Holdings, Ladder, View, WorkerView
+from router.view import BOTH, DECODE, PREFILL, Held, Holdings, Ladder, View, WorkerView
 from transfer.gossip.frames import Notice
 from transfer.messages import Dispatch, Plan
 from transfer.prefix import PrefixChain
@@ -139,14 +139,14 @@ class Router:
         prefill, way, why = self._prefill_for(ask, able)
         queued = int(prefill.queue(ask.now))
         if prefill.role == BOTH or not generate:
-            return self._planned(prefill, None, way, queued, tokens, None, why)
+            return self._planned(ask, prefill, None, way, queued, None, why)
         decode = self._decode_for(ask)
         here = self._reach(ask, decode)
         seconds = handed_over(prefill, way, ask.now), local(decode, here, ask.now)
         why["until_decode"] = {prefill.name: round(seconds[0], 4), decode.name: round(seconds[1], 4)}
         if here.missing <= most and seconds[1] <= seconds[0]:
-            return self._planned(decode, None, here, int(decode.queue(ask.now)), tokens, most, why)
-        return self._planned(prefill, decode, way, queued, tokens, None, why)
+            return self._planned(ask, decode, None, here, int(decode.queue(ask.now)), most, why)
+        return self._planned(ask, prefill, decode, way, queued, None, why)
 
     def dispatch(self, plan: Plan, chain: PrefixChain, tokens: int) -> Ticket:
         """Count a plan as under way. The worker that computes the prompt soon holds it: whoever else begins like it
@@ -281,37 +281,46 @@ class Router:
         most = max(self._config.load_bound * mean, mean + SLACK_ANSWERS)
         place = {name: number for number, name in enumerate(order)}
 
-        def rank(one: WorkerView) -> tuple[bool, bool, int, int, int]:
+        def rank(one: WorkerView) -> tuple[bool, bool, float, int, int]:
             held = ask.whole(ask.holdings.soon(one.name))
-            full = ask.now < one.full_until or not one.room(ask.tokens - held, ask.chain.block_size)
-            return full, one.answering + 1 > most, -held, one.answering, place.get(one.name, len(able))
+            full = ask.now < one.full_until or not one.room(ask.tokens - held.device, ask.chain.block_size)
+            return (
+                full,
+                one.answering + 1 > most,
+                -saved(one, usable(one, held)),
+                one.answering,
+                place.get(one.name, len(able)),
+            )
 
         return min(candidates, key=rank)
 
     # --- how a worker gets at a prompt --------------------------------------------------------------------------
 
     def _reach(self, ask: _Ask, worker: WorkerView) -> Reach:
-        """How a worker gets at a prompt: alone, or with the help of the one that holds most of it."""
+        """How a worker gets at a prompt: alone, or with the help of the one that saves most of it."""
         own = ask.whole(ask.holdings.soon(worker.name))
-        for other, held in ask.lenders(self.view):
-            if held <= own:
-                break
+        for other, lent in ask.lenders(self.view):
             if other is not worker and _alike(worker, other):
-                return reach(worker, ask.tokens, own, other, held)
-        return reach(worker, ask.tokens, own, None, 0)
+                return reach(worker, ask.tokens, own, other, lent)
+        return reach(worker, ask.tokens, own, None, _NOTHING)
 
     @staticmethod
     def _planned(
+        ask: _Ask,
         worker: WorkerView,
         decode: WorkerView | None,
         way: Reach,
         queued: int,
-        tokens: int,
         new_tokens: int | None,
         why: dict[str, object],
     ) -> Plan:
+        held = {worker.name: ask.whole(ask.holdings.soon(worker.name))}
+        if way.fetch is not None:
+            held[way.fetch.worker] = ask.whole(ask.holdings.there(way.fetch.worker))
+        if tiers := {name: one.by_tier for name, one in held.items() if one.device < one.total}:
+            why["tiers"] = tiers
         name = decode.name if decode else None
-        return Plan(worker.name, name, way.fetch, new_tokens, tokens - way.missing, queued, why)
+        return Plan(worker.name, name, way.fetch, new_tokens, ask.tokens - way.missing, queued, why)
 
 
 class _Ask:
@@ -325,22 +334,25 @@ class _Ask:
         self.tokens = tokens
         self.avoid = avoid
         self.now = now
-        self._lenders: list[tuple[WorkerView, int]] | None = None
+        self._lenders: list[tuple[WorkerView, Usable]] | None = None
 
-    def whole(self, held: int) -> int:
-        """Tokens of those that a worker holds that are of use; at least one is left to compute."""
+    def whole(self, held: Held) -> Held:
+        """Of what a worker holds what is of use; at least one token is left to compute."""
         size = self.chain.block_size
-        return min(held, (self.tokens - 1) // size * size)
+        return held.cut((self.tokens - 1) // size * size)
 
-    def lenders(self, view: View) -> list[tuple[WorkerView, int]]:
-        """Living workers that have most of it by now, and how much."""
+    def lenders(self, view: View) -> list[tuple[WorkerView, Usable]]:
+        """Living workers that have most of it by now, and what they lend of it; first those that save most."""
         if self._lenders is None:
             names = self.holdings.deepest(DEEPEST + len(self.avoid))
             able = view.able(PREFILL, DECODE, BOTH).workers
             some = [able[name] for name in names if name in able and name not in self.avoid]
-            lenders = [(one, self.whole(self.holdings.there(one.name))) for one in some]
-            self._lenders = sorted(lenders, key=lambda item: (-item[1], item[0].in_flight))
+            lenders = [(one, usable(one, self.whole(self.holdings.there(one.name)))) for one in some]
+            self._lenders = sorted(lenders, key=lambda item: (-saved(*item), item[0].in_flight))
         return self._lenders
+
+
+_NOTHING = Usable(0, 0.0)
 
 
 def _caches(worker: WorkerView) -> bool:

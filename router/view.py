@@ -164,36 +164,92 @@ class Crowd:
         )
 
 
-class Holdings:
-    """How many tokens of a prompt each worker holds: by what their summaries say, in `rows` of `replicas`, and by what
-    is known beyond that (`soon`: those that it will have, and those that it has by now)."""
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many of a prompt's first tokens a worker holds: `total`, of these the first `host` in its host memory or
+    better, and of these the first `device` on its device. Where host memory and disk have pieces in turn, it is taken
+    to have those of host memory first: what loading takes is the same."""
 
-    def __init__(self, rows: np.ndarray, replicas: Replicas | None, soon: dict[str, tuple[int, int]]) -> None:
-        self._rows = rows
+    total: int = 0
+    host: int = 0
+    device: int = 0
+
+    def cut(self, most: int) -> Held:
+        """The same of the prompt's first `most` tokens."""
+        return self if self.total <= most else Held(most, min(self.host, most), min(self.device, most))
+
+    def with_device(self, tokens: int) -> Held:
+        """The same if the device had at least so many."""
+        if tokens <= self.device:
+            return self
+        return Held(max(self.total, tokens), max(self.host, tokens), tokens)
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """How many tokens would be used from where."""
+        return {"device": self.device, "host": self.host - self.device, "disk": self.total - self.host}
+
+
+class Holdings:
+    """How many tokens of a prompt each worker holds: by what their summaries say, of which `depths` has how many of the
+    checkpoints are in each row of `replicas`, and by what is known beyond that (`soon`: tokens that it will have, and
+    those that it has by now, all on its device)."""
+
+    def __init__(
+        self, ladder: Ladder, depths: np.ndarray, replicas: Replicas | None, soon: dict[str, tuple[int, int]]
+    ) -> None:
+        self._ladder = ladder
+        self._depths = depths
         self._replicas = replicas
         self._soon = soon
+        self._said: dict[str, Held] = {}
+        self._deepest: dict[int, list[str]] = {}
 
-    def there(self, name: str) -> int:
-        """Tokens that a worker has by now."""
-        return max(self._said(name), self._soon.get(name, (0, 0))[1])
+    def there(self, name: str) -> Held:
+        """What a worker has by now."""
+        return self._published(name).with_device(self._soon.get(name, (0, 0))[1])
 
-    def soon(self, name: str) -> int:
-        """Tokens that a worker has, or soon will have."""
-        return max(self._said(name), self._soon.get(name, (0, 0))[0])
+    def soon(self, name: str) -> Held:
+        """What a worker has, or soon will have."""
+        return self._published(name).with_device(self._soon.get(name, (0, 0))[0])
 
     def deepest(self, count: int) -> list[str]:
-        """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first."""
+        """About `count` workers that hold, or soon will hold, some of the prompt; those that hold most first. What is
+        on the device counts twice: on a disk that they share, all may have all of it."""
+        if (known := self._deepest.get(count)) is not None:
+            return known
         names = set(self._soon)
         if self._replicas is not None:
-            rows = np.flatnonzero(self._rows)
+            rows = np.flatnonzero(self._depths)
             if len(rows) > count:
-                rows = rows[np.argpartition(self._rows[rows], -count)[-count:]]
+                tokens = np.array((0, *self._ladder.tokens))
+                device = self._replicas.device_depths(self._ladder.checkpoints, self._depths)
+                worth = (tokens[self._depths] + tokens[device])[rows]
+                rows = rows[np.argpartition(worth, -count)[-count:]]
             names.update(self._replicas.workers[row] for row in rows.tolist())
-        return sorted(names, key=lambda name: (-self.soon(name), name))[:count]
 
-    def _said(self, name: str) -> int:
+        def order(name: str) -> tuple[int, str]:
+            held = self.soon(name)
+            return -held.total - held.device, name
+
+        self._deepest[count] = sorted(names, key=order)[:count]
+        return self._deepest[count]
+
+    def _published(self, name: str) -> Held:
+        """By what its summary says; looked up once, and only of those that somebody asks for."""
+        if (known := self._said.get(name)) is not None:
+            return known
         row = self._replicas.row(name) if self._replicas is not None else None
-        return int(self._rows[row]) if row is not None else 0
+        held = NOTHING
+        if self._replicas is not None and row is not None and (depth := int(self._depths[row])):
+            device, host = self._replicas.tiers(name, self._ladder.checkpoints, depth)
+            tokens, host = self._ladder.tokens, device + host
+            held = Held(tokens[depth - 1], tokens[host - 1] if host else 0, tokens[device - 1] if device else 0)
+        self._said[name] = held
+        return held
+
+
+NOTHING = Held()
 
 
 class View:
@@ -272,14 +328,14 @@ class View:
 
     def holdings(self, ladder: Ladder) -> Holdings:
         """How much of a prompt the workers hold."""
-        rows = np.zeros(0, np.int64)
+        depths = np.zeros(0, np.int32)
         if self._replicas is not None:
-            rows = np.array((0, *ladder.tokens))[self._replicas.depths(ladder.checkpoints)]
+            depths = self._replicas.depths(ladder.checkpoints)
         known = {
             name: (ladder.tokens[count - 1], ladder.tokens[by_now - 1] if by_now else 0)
             for name, (count, by_now) in self.soon.depths(ladder.keys).items()
         }
-        return Holdings(rows, self._replicas, known)
+        return Holdings(ladder, depths, self._replicas, known)
 
     @property
     def ready(self) -> bool:

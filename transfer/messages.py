@@ -113,7 +113,8 @@ class Delta:
     `finish_reason` is "stop" or "length" on the last delta; `error` is set instead where the request failed, and
     `refused` with it where it would fail on any worker. `logprobs` has one entry a token where they are asked for. With
     the first token comes what is wanted of the prompt: `prompt_logprobs` of its tokens from the second on, and
-    `embedding`, the mean of its last hidden states as little-endian float32.
+    `embedding`, the mean of its last hidden states as little-endian float32. `loaded`, with the first token only, says
+    how many of the `cached_tokens` came from host memory and how many from disk.
     """
 
     request_id: str
@@ -126,6 +127,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: bytes = b""
+    loaded: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,11 +344,14 @@ class TierStatus:
 class Speeds:
     """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
     second in steps of some length. `handover_s`: from a first token until the decode worker has all blocks. `bytes_s`:
-    while it sends."""
+    while it sends. `host_bytes_s`: while it loads from host memory. `disk_bytes_s`: while it reads from disk to host
+    memory."""
 
     prompt_tokens_s: float = 0.0
     handover_s: float = 0.0
     bytes_s: float = 0.0
+    host_bytes_s: float = 0.0
+    disk_bytes_s: float = 0.0
 
 
 def _share(part: float, whole: float) -> float:

@@ -1,7 +1,8 @@
 """The router alone: how long a decision takes, and what a view of many workers costs.
 
 Half of every worker's keys are of documents that others hold, too, down to different depths; the prompts are such
-documents with ends of their own. Workers are busy to different degrees. Heartbeats keep arriving between decisions.
+documents with ends of their own. What workers hold lies in all tiers, the deeper part of a document in the lower ones.
+Workers are busy to different degrees. Heartbeats keep arriving between decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from router.route import Router
 from router.view import DECODE, PREFILL, View
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Applied, Replicas
-from transfer.gossip.summary import DEVICE, Load, Update, digest
+from transfer.gossip.summary import DEVICE, DISK, HOST, Load, Update, digest
 from transfer.messages import Speeds, WorkerStatus, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
@@ -31,6 +32,7 @@ BLOCK = 16
 VOCABULARY = 50_000
 DOCUMENTS = 200
 SPEED = 8000.0
+TIERS = (DEVICE, HOST, DISK)
 SILENT_S = 3600.0
 """Filling many rows takes its time, and silence is not the subject."""
 
@@ -112,9 +114,12 @@ def _fill(replicas: Replicas, names: list[str], documents: list[list[int]], shap
         shared: list[np.ndarray] = []
         while sum(map(len, shared)) < shape.keys // 2 and len(shared) < DOCUMENTS // 2:
             shared.append(chains[random.randrange(DOCUMENTS)][: random.randint(1, len(depths))])
-        mine = np.unique(np.concatenate(shared))[: shape.keys]
+        in_tiers = [np.sort(np.array([random.choice(TIERS) for _ in one], np.uint8)) for one in shared]
+        mine, first = np.unique(np.concatenate(shared), return_index=True)
+        mine, first = mine[: shape.keys], first[: shape.keys]
         keys = np.concatenate([mine, others.integers(1, 2**63, shape.keys - len(mine), np.uint64)])
         tiers = np.full(len(keys), DEVICE, np.uint8)
+        tiers[: len(mine)] = np.concatenate(in_tiers)[first]
         load = Load(random.randrange(int(SPEED)), 1, SPEED, 1000)
         update = Update(name, 1, 1, 0, load, digest(keys, tiers), keys.astype("<u8").tobytes(), tiers.tobytes())
         assert replicas.apply(update, time.monotonic()) is Applied.APPLIED

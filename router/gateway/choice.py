@@ -15,7 +15,8 @@ class Piece:
     """The next part of a choice's answer. `index` is the choice's number among all of the request's. The last piece of
     a choice has its `finish_reason`: "stop" (`stop` is the stop string, if it was one), "length" or "tool_calls". Of
     `tokens`, the first `reasoning_tokens` are not the answer itself. `logprobs` has one entry for each of the others
-    where they are asked for; `prompt_logprobs` and `embedding` come with the first piece."""
+    where they are asked for; `prompt_logprobs` and `embedding` come with the first piece. Of `cached_tokens`, `loaded`
+    came from host memory and from disk."""
 
     index: int
     text: str
@@ -29,6 +30,7 @@ class Piece:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: bytes = b""
+    loaded: tuple[int, int] = (0, 0)
 
 
 class Choice:
@@ -81,6 +83,7 @@ class Choice:
             logprobs=tuple(told),
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.embedding,
+            loaded=output.loaded,
         )
 
     def _parse(self, text: str) -> Parsed:

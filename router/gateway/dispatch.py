@@ -51,7 +51,7 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Output:
     """Tokens that follow those of the output before, with what is told about them (see `Delta`); `finish_reason` on the
-    last one."""
+    last one. All have the `cached_tokens` of the first, and how many of them were `loaded`."""
 
     tokens: tuple[int, ...]
     cached_tokens: int
@@ -59,6 +59,7 @@ class Output:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: bytes = b""
+    loaded: tuple[int, int] = (0, 0)
 
 
 class AttemptFailed(Exception):
@@ -139,7 +140,7 @@ class Dispatcher:
         allowed = allowed if prompt.timeout_s is None else min(allowed, prompt.timeout_s)
         deadline = time.monotonic() + allowed
         sent: list[int] = []
-        cached: int | None = None
+        first: Delta | None = None
         avoid: frozenset[str] = frozenset()
         self.in_flight += 1
         try:
@@ -148,7 +149,7 @@ class Dispatcher:
                 attempt = self._start(prompt, sampling, sent, deadline, avoid)
                 try:
                     async for delta in self._ordered(attempt, deadline, allowed):
-                        cached = delta.cached_tokens if cached is None else cached
+                        first = first or delta
                         if not attempt.begun:
                             self._computed(attempt, prompt.chain, delta.cached_tokens)
                         sent.extend(delta.tokens)
@@ -156,7 +157,7 @@ class Dispatcher:
                         if attempt.finished:
                             known = prompt.tokens + pack_tokens(sent[:-1])  # the last token's KV is not computed
                             self._router.holds(attempt.answers, prompt.chain.extended(known))
-                        yield _output(delta, cached)
+                        yield _output(delta, first)
                         if attempt.finished:
                             return
                 except AttemptFailed as error:
@@ -359,9 +360,9 @@ class Dispatcher:
             _log.error("%s: background task failed", self._name, exc_info=error)
 
 
-def _output(delta: Delta, cached: int) -> Output:
+def _output(delta: Delta, first: Delta) -> Output:
     told = (delta.logprobs, delta.prompt_logprobs, delta.embedding)
-    return Output(delta.tokens, cached, delta.finish_reason, *told)
+    return Output(delta.tokens, first.cached_tokens, delta.finish_reason, *told, first.loaded)
 
 
 def _problem(outcome: Outcome, workers: frozenset[str]) -> Exception:

@@ -14,7 +14,7 @@ class Usage:
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._leads = {job.index: job for job in jobs if job.leads}
-        self._cached = dict.fromkeys(self._leads, 0)
+        self._cached = dict.fromkeys(self._leads, (0, (0, 0)))
         self.prompt_tokens = sum(job.prompt_tokens for job in self._leads.values())
         self.completion_tokens = 0
         self.reasoning_tokens = 0
@@ -24,12 +24,18 @@ class Usage:
         self.completion_tokens += len(piece.tokens)
         self.reasoning_tokens += piece.reasoning_tokens
         if piece.index in self._cached:
-            self._cached[piece.index] = piece.cached_tokens
+            self._cached[piece.index] = piece.cached_tokens, piece.loaded
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were in a cache when the first choice of their prompt began."""
-        return sum(self._cached.values())
+        return sum(cached for cached, _ in self._cached.values())
+
+    @property
+    def cached_tokens_by_tier(self) -> dict[str, int]:
+        """The same by where they were when a worker began with the prompt."""
+        host, disk = (sum(loaded[tier] for _, loaded in self._cached.values()) for tier in (0, 1))
+        return {"device": self.cached_tokens - host - disk, "host": host, "disk": disk}
 
     def openai(self) -> dict[str, Any]:
         """The `usage` object of chat and completions."""
@@ -37,6 +43,9 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cached_tokens_by_tier": self.cached_tokens_by_tier,
+            },
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

@@ -53,6 +53,26 @@ async def test_choices_are_prompt_major_and_each_prompt_is_counted_once(text: Te
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_cached_tokens_are_told_by_tier(text: Text) -> None:
+    """As the first choice of each prompt found them; a worker says so with the first token only."""
+
+    async def play(played: Played, request: Request) -> None:
+        assert played.dispatcher is not None
+        first, other = int(unpack_tokens(request.prompt)[0]), request.sampling.seed > 5
+        for start, token in enumerate((300, 301)):
+            loaded = (0, 0) if start else (16 * first, 8 * first) if not other else (1, 1)
+            delta = Delta(request.request_id, start, (token,), 64, "length" if start else None, loaded=loaded)
+            played.dispatcher.deliver([delta])
+            await asyncio.sleep(0)
+
+    whole = await post(text, play, prompt=[[1] * 70, [2] * 80], n=2, seed=5)
+    details = whole["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 128, "cached_tokens_by_tier": {"device": 56, "host": 48, "disk": 24}}
+    whole = await post(text, Numbered(), prompt=[1] * 20, seed=6)
+    details = whole["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 16, "cached_tokens_by_tier": {"device": 16, "host": 0, "disk": 0}}
+
+
 async def test_other_choices_begin_when_the_first_has_a_token(text: Text) -> None:
     play = Numbered()
     play.open.clear()

@@ -89,7 +89,7 @@ async def test_decode_workers_that_lack_what_was_believed_cost_one_detour_and_no
     assert decode is not None
     await asyncio.sleep(0)
     assert all(one.in_flight == one.sent.tokens == one.decodes == 0 for one in view.workers.values())
-    assert bool(view.holdings(Ladder.of(prompt.chain)).soon(first)) == (first == decode)
+    assert bool(view.holdings(Ladder.of(prompt.chain)).soon(first).total) == (first == decode)
 
 
 class Fickle(Forgetful):
@@ -131,9 +131,9 @@ async def test_what_an_answer_leaves_is_believed_without_its_last_token() -> Non
     whole = prompt.chain.extended(tokens + pack_tokens([7, 8]))
     assert len(whole.keys) == 2
     held = view.holdings(Ladder.of(whole))
-    assert (held.there("prefill-0"), held.there("decode-0")) == (0, 0)
+    assert (held.there("prefill-0").total, held.there("decode-0").total) == (0, 0)
     held = view.holdings(Ladder.of(prompt.chain))
-    assert (held.there("prefill-0"), held.there("decode-0")) == (16, 16)
+    assert (held.there("prefill-0").total, held.there("decode-0").total) == (16, 16)
 
 
 class Busy(Forgetful):

@@ -195,7 +195,7 @@ def ask(route: Router, prompt: list[int]) -> Plan:
 def held(view: View, prompt: list[int]) -> dict[str, int]:
     """Tokens of it by worker that are there by now."""
     holdings = view.holdings(Ladder.of(chain(prompt)))
-    return {name: holdings.there(name) for name in view.workers if holdings.there(name)}
+    return {name: holdings.there(name).total for name in view.workers if holdings.there(name).total}
 
 
 def fetched(plan: Plan) -> tuple[str, int] | None:

@@ -133,7 +133,7 @@ def test_another_life_remembers_nothing() -> None:
     house.view.able("prefill")
     worker = house.view.workers["p0"]
     assert worker.queue(house.now) == 0
-    assert house.view.holdings(Ladder.of(chain(LONG))).soon("p0") == 0
+    assert house.view.holdings(Ladder.of(chain(LONG))).soon("p0").total == 0
     house.view.notice(told(1))  # its numbers begin anew
     assert worker.queue(house.now) == 500
 

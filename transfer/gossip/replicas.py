@@ -124,6 +124,16 @@ class Replicas:
         """int32 `[rows]`: how many leading keys ('<u8', of a prompt's checkpoints) the worker of each row has."""
         return self.table.depths(keys)
 
+    def device_depths(self, keys: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        """int32 `[rows]`: of the leading keys that each worker has (its `depths`), how many it has on the device."""
+        return self.table.device_depths(keys, depths)
+
+    def tiers(self, worker: str, keys: np.ndarray, depth: int) -> tuple[int, int]:
+        """Of the first `depth` keys of a prompt's checkpoints, all of which a worker has: how many, from the first on,
+        it has on the device, and how many of the others in host memory."""
+        copy = self._copies.get(worker)
+        return self.table.tiers(copy.row, keys, depth) if copy else (0, 0)
+
     def tier(self, worker: str, key: int) -> int | None:
         """In which tier a worker has a prefix; None where it does not have it."""
         copy = self._copies.get(worker)

@@ -6,12 +6,13 @@ ring of the last ones; who has missed more compares digests of 64 buckets and ge
 nothing gets a snapshot. The digest that each update carries tells a reader that its copy is the writer's set.
 
 Keys are checkpoint keys of prefixes (see `ladder`). The set is closed under prefix at every update: with a key it has
-those of all checkpoints above it.
+those of all checkpoints above it, and with one on the device those on the device. Where a worker has more than it may
+publish, what is not on the device is left out first.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -91,12 +92,70 @@ class Applied(Enum):
     FULL = "full"
 
 
+class _Ranked:
+    """Keys with their tiers, in an order: those on the device first, and of these, as of the others, ancestors before
+    descendants. The lower tiers are one here: each for itself need not be closed under prefix."""
+
+    def __init__(self) -> None:
+        self.tiers: dict[int, int] = {}
+        self._device = OrderedDict[int, None]()
+        self._lower = OrderedDict[int, None]()
+
+    def __len__(self) -> int:
+        return len(self.tiers)
+
+    def put(self, key: int, tier: int, ahead: bool = False) -> bool:
+        """Set a key's tier; whether that changes anything. What is new, or comes to the device, goes to the end: its
+        ancestors are there already. What leaves the device goes before all that had left it, as does what is put
+        `ahead`: these may be its descendants."""
+        before = self.tiers.get(key)
+        self.tiers[key] = tier
+        if before is None or (before == DEVICE) != (tier == DEVICE):
+            if before is not None:
+                del self._of(before)[key]
+            self._of(tier)[key] = None
+            if ahead or before == DEVICE:
+                self._lower.move_to_end(key, last=False)
+        return before != tier
+
+    def remove(self, key: int) -> bool:
+        """Whether the key was there."""
+        tier = self.tiers.pop(key, None)
+        if tier is not None:
+            del self._of(tier)[key]
+        return tier is not None
+
+    @property
+    def some_device(self) -> bool:
+        """Whether some key is on the device."""
+        return bool(self._device)
+
+    @property
+    def some_lower(self) -> bool:
+        """Whether some key is not."""
+        return bool(self._lower)
+
+    def take_first(self) -> tuple[int, int]:
+        """Remove the first key; it and its tier."""
+        key, _ = (self._device or self._lower).popitem(last=False)
+        return key, self.tiers.pop(key)
+
+    def take_last(self) -> tuple[int, int]:
+        """Remove the last key; it and its tier."""
+        key, _ = (self._lower or self._device).popitem()
+        return key, self.tiers.pop(key)
+
+    def _of(self, tier: int) -> OrderedDict[int, None]:
+        return self._device if tier == DEVICE else self._lower
+
+
 class Summary:
     """The set of keys that a worker publishes, at most `limit` of them, and its log, of which the last `ring` updates
     are kept. Not for several threads.
 
-    The caller adds ancestors before descendants and removes descendants before ancestors. What comes when the limit is
-    reached waits, in order, for room; so nothing is published before its ancestors.
+    The caller adds ancestors before descendants, to the device, too, and removes descendants before ancestors, from
+    the device, too. What there is no room for waits; what is on the device takes the place of what is not, and
+    otherwise the first to come stay. So nothing is published without its ancestors.
     """
 
     def __init__(self, worker: str, incarnation: int, limit: int, ring: int = 1000) -> None:
@@ -105,10 +164,10 @@ class Summary:
         self.seq = 0
         self.digest = 0
         self._limit = limit
-        self._keys: dict[int, int] = {}  # now: key to tier
-        self._told: dict[int, int] = {}  # as of `seq`
+        self._keys = _Ranked()  # as of now
+        self._told: dict[int, int] = {}  # as of `seq`: key to tier
         self._touched: dict[int, None] = {}
-        self._waiting: dict[int, int] = {}
+        self._waiting = _Ranked()
         self._log: deque[Update] = deque()
         self._ring = ring
         self._logged = 0
@@ -117,7 +176,7 @@ class Summary:
         return len(self._keys)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._keys
+        return key in self._keys.tiers
 
     @property
     def changes(self) -> int:
@@ -126,29 +185,24 @@ class Summary:
 
     def add(self, key: int, tier: int = DEVICE) -> None:
         """The worker has a prefix, or has it in another tier than before."""
-        if key not in self._keys and len(self._keys) >= self._limit:
-            self._waiting[key] = tier
-        elif self._keys.get(key) != tier:
-            self._keys[key] = tier
+        if key not in self._keys.tiers and len(self._keys) >= self._limit:
+            self._waiting.put(key, tier)
+        elif self._keys.put(key, tier):
             self._touched[key] = None
+        self._settle()
 
     def remove(self, key: int) -> None:
         """The worker has a prefix no more, in no tier."""
-        self._waiting.pop(key, None)
-        if self._keys.pop(key, None) is None:
-            return
-        self._touched[key] = None
-        if self._waiting:
-            # The first that waits has no ancestor that waits.
-            first = next(iter(self._waiting))
-            self.add(first, self._waiting.pop(first))
+        if not self._waiting.remove(key) and self._keys.remove(key):
+            self._touched[key] = None
+            self._settle()
 
     def update(self, load: Load) -> Update:
         """The next entry of the log: the load and what has changed since the last one. The first is a snapshot."""
         added: dict[int, int] = {}
         removed: dict[int, int] = {}
         for key in self._touched:
-            now, was = self._keys.get(key), self._told.get(key)
+            now, was = self._keys.tiers.get(key), self._told.get(key)
             if now == was:
                 continue
             if was is not None:
@@ -189,6 +243,20 @@ class Summary:
         """What a reader with these bucket digests needs to have the state of the last update."""
         wrong, keys, tiers = differing(*_arrays(self._told), theirs)
         return Repair(self.worker, self.incarnation, self.seq, load, self.digest, wrong, keys, tiers)
+
+    def _settle(self) -> None:
+        """Publish what waits, as far as there is room for it or something of less use to leave out. The last of what is
+        published has no descendant that is published, and the first of what waits no ancestor that waits."""
+        while self._waiting and (
+            len(self._keys) < self._limit or (self._waiting.some_device and self._keys.some_lower)
+        ):
+            if len(self._keys) >= self._limit:
+                key, tier = self._keys.take_last()
+                self._waiting.put(key, tier, ahead=True)
+                self._touched[key] = None
+            key, tier = self._waiting.take_first()
+            self._keys.put(key, tier)
+            self._touched[key] = None
 
     def _remember(self, update: Update) -> None:
         """Keep an update for `since`, within the ring and as long as that is less to send than a snapshot."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from transfer.gossip.summary import digest
+from transfer.gossip.summary import DEVICE, HOST, digest
 
 _CHUNK = 64
 """Rows allocated at once. Rows never move, so growing copies nothing."""
@@ -95,13 +95,28 @@ class SummaryTable:
         slot = _slot(keys, np.uint64(key))
         return int(tiers[slot]) if key and keys[slot] == key else None
 
+    def device_depths(self, keys: np.ndarray, depths: np.ndarray) -> np.ndarray:
+        """int32 `[rows]`: of the leading keys that each row has (its `depths`), how many it has on the device. What is
+        before a key on the device must be there, too."""
+        found = np.empty(self.rows, np.int32)
+        for number, (chunk, tiers) in enumerate(self._chunks):
+            part = slice(number * _CHUNK, (number + 1) * _CHUNK)
+            _device_depths(chunk, tiers, keys, depths[part], found[part])
+        return found
+
+    def tiers(self, row: int, keys: np.ndarray, depth: int) -> tuple[int, int]:
+        """The same of one row, and how many of the others it has in host memory. Of the lower tiers none need be closed
+        under prefix."""
+        device, host = _tiers(*self._row(row), keys, depth)
+        return device, host
+
     def _row(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         keys, tiers = self._chunks[row // _CHUNK]
         return keys[row % _CHUNK], tiers[row % _CHUNK]
 
 
 _KEY, _TIER, _COUNT = types.uint64, types.uint8, types.int64
-_ROW, _ROWS, _TIERS = _KEY[::1], _KEY[:, ::1], _TIER[::1]
+_ROW, _ROWS, _TIERS, _TIER_ROWS, _DEPTHS = _KEY[::1], _KEY[:, ::1], _TIER[::1], _TIER[:, ::1], types.int32[::1]
 # Read-only arrays, which views of messages are, have a type of their own, into which others are converted.
 _KEYS, _NEW_TIERS = (types.Array(kind, 1, "C", readonly=True) for kind in (_KEY, _TIER))
 
@@ -192,7 +207,7 @@ def _remove(table, tiers, keys):  # type: ignore[no-untyped-def]
     return gone, grown
 
 
-@_compiled(types.void, _ROWS, _KEYS, types.int32[::1])
+@_compiled(types.void, _ROWS, _KEYS, _DEPTHS)
 def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
     for row in range(len(found)):
         table = tables[row]
@@ -206,3 +221,30 @@ def _depths(tables, keys, found):  # type: ignore[no-untyped-def]
                 high = middle - 1
             middle = (low + high + 1) // 2
         found[row] = low
+
+
+@_compiled(_COUNT, _ROW, _TIERS, _KEYS, _COUNT)
+def _on_device(table, tiers, keys, depth):  # type: ignore[no-untyped-def]
+    low, high = 0, depth
+    middle = high  # most prefixes are in one tier to their end
+    while low < high:
+        if tiers[_slot(table, keys[middle - 1])] == DEVICE:
+            low = middle
+        else:
+            high = middle - 1
+        middle = (low + high + 1) // 2
+    return low
+
+
+@_compiled(types.void, _ROWS, _TIER_ROWS, _KEYS, _DEPTHS, _DEPTHS)
+def _device_depths(tables, tiers, keys, depths, found):  # type: ignore[no-untyped-def]
+    for row in range(len(found)):
+        found[row] = _on_device(tables[row], tiers[row], keys, depths[row])
+
+
+@_compiled(types.Tuple((_COUNT, _COUNT)), _ROW, _TIERS, _KEYS, _COUNT)
+def _tiers(table, tiers, keys, depth):  # type: ignore[no-untyped-def]
+    device, host = _on_device(table, tiers, keys, depth), 0
+    for index in range(device, depth):
+        host += tiers[_slot(table, keys[index])] == HOST
+    return device, host

@@ -1,4 +1,5 @@
-"""A worker's log: what it says equals what it has, is closed under prefix, and stays within its bounds."""
+"""A worker's log: what it says equals what it has, is closed under prefix, and stays within its bounds; and what it
+leaves out is not on the device, if something that it says is not."""
 
 import hypothesis.strategies as st
 import numpy as np
@@ -56,7 +57,7 @@ def closed(state: set[int] | dict[int, int]) -> bool:
 
 
 class Machine(RuleBasedStateMachine):
-    """A random tree of prefixes, of which the summary may publish only a part."""
+    """A random tree of prefixes, of which the summary may publish only a part. What is on the device is closed, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,15 +70,29 @@ class Machine(RuleBasedStateMachine):
         for depth in range(len(path) + 1):
             key = key_of(tuple(path[:depth]))
             if key not in self.held:
-                self.held[key] = tier
-                self.summary.add(key, tier)
+                self.put(key, tier if self.held.get(key // 10, DEVICE) == DEVICE else tier or HOST)
 
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), tier=tiers)
-    def move(self, data: st.DataObject, tier: int) -> None:
-        key = data.draw(st.sampled_from(sorted(self.held)))
+    def put(self, key: int, tier: int) -> None:
         self.held[key] = tier
         self.summary.add(key, tier)
+        self.published_is_closed_and_within_the_limit()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        """A prefix comes to the device, and before it all above it."""
+        key = str(data.draw(st.sampled_from(sorted(self.held))))
+        for above in (int(key[:length]) for length in range(1, len(key) + 1)):
+            self.put(above, DEVICE)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), tier=st.sampled_from([HOST, DISK]))
+    def unload(self, data: st.DataObject, tier: int) -> None:
+        """A prefix leaves the device, and before it all that begins with it; or it changes its tier below."""
+        top = str(data.draw(st.sampled_from(sorted(self.held))))
+        for key in sorted((key for key in self.held if str(key).startswith(top)), reverse=True):
+            if self.held[key] == DEVICE or str(key) == top:
+                self.put(key, tier)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -87,6 +102,7 @@ class Machine(RuleBasedStateMachine):
         for key in sorted((key for key in self.held if str(key).startswith(top)), reverse=True):
             del self.held[key]
             self.summary.remove(key)
+            self.published_is_closed_and_within_the_limit()
 
     @rule()
     def clear(self) -> None:
@@ -158,6 +174,8 @@ class Machine(RuleBasedStateMachine):
         published = {key for key in self.held if key in self.summary}
         assert closed(published)
         assert len(published) == len(self.summary) == min(LIMIT, len(self.held))
+        on_device = {key for key, tier in self.held.items() if tier == DEVICE}
+        assert published <= on_device or published >= on_device
         assert sum(self.summary.buckets()) % 2**64 == self.summary.digest
 
 
@@ -209,6 +227,34 @@ def test_heartbeats_fill_the_ring_only() -> None:
         summary.update(IDLE)
     assert [update.seq for update in summary.since(13) or []] == list(range(14, 21))
     assert summary.since(12) is None
+
+
+def test_what_is_new_on_the_device_is_published_though_the_disk_is_full_of_other_things() -> None:
+    summary = Summary("w", 1, limit=100)
+    for key in range(1, 1000):
+        summary.add(key, DISK)
+    summary.update(IDLE)
+    for key in range(2000, 2010):
+        summary.add(key, DEVICE)
+    update = summary.update(IDLE)
+    assert sorted(keys_of(update.added)) == list(range(2000, 2010))
+    assert sorted(keys_of(update.removed)) == list(range(91, 101))
+    for key in range(2009, 1999, -1):
+        summary.remove(key)
+    assert sorted(keys_of(summary.update(IDLE).added)) == list(range(91, 101))
+
+
+def test_what_leaves_the_device_stays_before_what_had_left_it() -> None:
+    """What is above another one is not left out before it."""
+    summary = Summary("w", 1, limit=2)
+    summary.add(1)
+    summary.add(10, HOST)
+    summary.add(1, HOST)
+    summary.add(2)
+    assert (1 in summary, 10 in summary, 2 in summary) == (True, False, True)
+    summary.add(2, DISK)
+    summary.remove(2)
+    assert (1 in summary, 10 in summary) == (True, True)
 
 
 def test_the_tier_counts_in_the_digest() -> None:

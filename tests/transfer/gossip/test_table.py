@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from transfer.gossip.summary import digest
+from transfer.gossip.summary import DEVICE, DISK, HOST, digest
 from transfer.gossip.table import SummaryTable
 
 CAP = 12
@@ -76,6 +76,22 @@ def test_depths_are_what_a_walk_finds(prompt: list[int], held: list[int]) -> Non
         table.add(table.new_row(), own, np.zeros(len(own), np.uint8))
     assert table.depths(array(prompt)).tolist() == [min(depth, len(prompt)) for depth in held]
     assert table.depths(array([])).tolist() == [0] * len(held)
+
+
+@given(st.lists(keys, min_size=1, max_size=CAP, unique=True), st.data())
+def test_tiers_are_what_a_walk_finds(prompt: list[int], data: st.DataObject) -> None:
+    """Of rows that have all of it, the first keys on the device, others anywhere below."""
+    table = SummaryTable(CAP)
+    some = data.draw(st.lists(st.tuples(st.integers(0, len(prompt)), st.integers(1, len(prompt))), max_size=70))
+    for device, _ in some:
+        below = data.draw(st.lists(st.sampled_from([HOST, DISK]), min_size=CAP, max_size=CAP))
+        tiers = [DEVICE] * device + below[device : len(prompt)]
+        row = table.new_row()
+        table.add(row, array(prompt), np.array(tiers, np.uint8))
+        for depth in range(1, len(prompt) + 1):
+            assert table.tiers(row, array(prompt), depth) == (min(device, depth), tiers[:depth].count(HOST))
+    depths = np.array([depth for _, depth in some], np.int32)
+    assert table.device_depths(array(prompt), depths).tolist() == [min(one) for one in some]
 
 
 def test_key_0_is_never_there() -> None:
