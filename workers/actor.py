@@ -210,7 +210,7 @@ class Worker:
             fragmentation=engine.cache.pool.fragmentation(),
             cache=replace(engine.cache.stats),
             transfer=replace(self._transfers),
-            speeds=self._speeds.now(self._transfers),
+            speeds=self._speeds.now(self._transfers, engine.cache.tiers),
             tiers=engine.cache.tiers.status() if engine.cache.tiers else None,
             token_bytes=engine.memory.layout.token_bytes,
             resident_bytes=psutil.Process().memory_info().rss,

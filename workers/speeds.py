@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transfer.messages import Speeds, TransferStats
+from workers.kv.tiers import Tiers
 from workers.scheduler import Work
 
 MIN_TOKENS = 64
@@ -45,13 +46,14 @@ class SpeedMeter:
         """A hand-over was complete, so long after its first token."""
         self._handover_s = _mean(self._handover_s, seconds)
 
-    def now(self, transfers: TransferStats) -> Speeds:
+    def now(self, transfers: TransferStats, tiers: Tiers | None = None) -> Speeds:
         """All that is known; what was sent since the last time is taken in."""
         sent, seconds = transfers.sent_bytes - self._sent[0], transfers.sending_s - self._sent[1]
         if seconds >= MIN_SENDING_S:
             self._bytes_s = _mean(self._bytes_s, sent / seconds)
             self._sent = transfers.sent_bytes, transfers.sending_s
-        return Speeds(self.prompt_tokens_s, self._handover_s, self._bytes_s)
+        host, disk = (tiers.host_bytes_s, tiers.disk_bytes_s) if tiers is not None else (0.0, 0.0)
+        return Speeds(self.prompt_tokens_s, self._handover_s, self._bytes_s, host, disk)
 
 
 def _mean(before: float, now: float) -> float:

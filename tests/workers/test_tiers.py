@@ -10,12 +10,15 @@ import pytest
 
 from tests.seeds import seeds
 from tests.workers.drive import request
-from transfer.gossip.summary import DISK, HOST
+from transfer.gossip import ladder
+from transfer.gossip.summary import DEVICE, DISK, HOST, Summary
 from transfer.layout import KVLayout, LayerGeometry
 from transfer.messages import pack_tokens
+from transfer.prefix import block_keys
 from workers.config import TiersConfig
 from workers.kv.cache import KVCache
 from workers.kv.disk import DiskStats
+from workers.kv.journal import Journal
 from workers.kv.pool import FREE
 from workers.kv.tier_io import Found, Job, Load, Remove, Save, Write
 from workers.kv.tiers import UNTRIED_S, Tiers
@@ -142,13 +145,18 @@ class World:
         self.disk = Disk(disk) if disk else None
         self.io = SlowIO(self.disk)
         self.cache = KVCache(device, SIZE, clock=lambda: self.now)
+        self.journal = Journal(layout.fingerprint)
+        self.cache.watch(self.journal)
+        self.summary = Summary("me", 1, 10_000)
         settings = TiersConfig(**{"host": 1, "in_flight": 4 * layout.block_bytes, **config})
-        self.tiers = Tiers("me", settings, layout, host, self.cache.radix, self.io, None, lambda: self.now)
+        self.tiers = Tiers("me", settings, layout, host, self.cache.radix, self.io, self.journal, lambda: self.now)
         self.cache.tiers = self.tiers
         self.running: list[Sequence] = []
+        self.asked: set[tuple[bytes, bytes]] = set()
 
     def begin(self, tokens: list[int], salt: bytes = b"") -> Sequence | None:
         one = Sequence(request(tokens, 1, salt))
+        self.asked.add((pack_tokens(tokens), salt))
         if not self.cache.admit(one, one.length):
             return None
         self.running.append(one)
@@ -215,6 +223,34 @@ class World:
         held = sum(entry.slot != -1 for entry in self.tiers.index.entries())
         assert self.tiers.host.free + held == self.tiers.host.total
 
+    def published(self) -> dict[bytes, int]:
+        """The tier of each prefix that is published; with each there is everything above it."""
+        self.journal.read(self.summary)
+        told = dict(self.summary._keys.tiers)
+        found: dict[bytes, int] = {}
+        for tokens, salt in self.asked:
+            above = True
+            for length, packed in enumerate(block_keys(self.journal.root(salt), tokens, 4 * SIZE), 1):
+                key = int.from_bytes(packed, "little")
+                assert above or key not in told, "published without its beginning"
+                above = key in told
+                if above:
+                    found[salt + b"/" + tokens[: length * 4 * SIZE]] = told[key]
+        assert len(found) == len(told)
+        return found
+
+    def held(self) -> dict[bytes, int]:
+        """The best tier of each prefix that there is."""
+        held: dict[bytes, int] = {}
+        for entry in self.tiers.index.entries():
+            tokens = b"".join(one.tokens for one in reversed(entry.path()))
+            held[entry.salt + b"/" + tokens] = HOST if entry.ready else DISK
+        for node in self.cache.radix.nodes():
+            salt, tokens = self.cache.radix.prefix(node)
+            for length in range(len(tokens), 0, -4 * SIZE):
+                held[salt + b"/" + tokens[:length]] = DEVICE
+        return held
+
     def balance(self) -> None:
         """Nothing is under way, pinned or lost."""
         self.rest()
@@ -228,6 +264,14 @@ class World:
         if self.disk is not None:
             assert self.disk.files.keys() == {one.digest for one in self.tiers.index.entries() if one.owner}
             assert self.disk.most <= self.disk.limit
+
+
+@pytest.fixture(autouse=True)
+def every_block_is_published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ladder, "STEPS", ((SIZE, 1 << 31),))
+    ladder._ladder.cache_clear()
+    yield
+    ladder._ladder.cache_clear()
 
 
 def prompt(rng: random.Random) -> list[int]:
@@ -272,11 +316,13 @@ def disordered(seed: int, policy: str) -> int:
             world.disk.stats.read_only = not world.disk.stats.read_only
         world.settle()
         world.invariants()
+        world.published()
     for one in list(world.running):
         world.end(one)
     if world.disk:
         world.disk.stats.read_only = False
     world.balance()
+    assert world.published() == world.held()
     return came
 
 

@@ -414,6 +414,7 @@ class Engine:
                 logprobs=chosen.logprobs,
                 prompt_logprobs=tuple(sequence.rows.logprobs) if sequence.generated == 1 else (),
                 embedding=sequence.rows.embedding if sequence.request.embed else b"",
+                loaded=sequence.loaded if sequence.generated == 1 else (0, 0),
             )
             result.deltas.append(delta)
         if finish is not None:

@@ -298,17 +298,17 @@ class Tiers:
                 self._forget(dropped)
 
     def _leave_disk(self, entry: Entry) -> None:
-        dropped = self.index.leave_disk(entry)
-        self._forget(dropped)
-        self._tell_gone([entry], DISK)
+        self._forget(self.index.leave_disk(entry))
+        if entry.ready:  # otherwise it is told when it leaves the index, with all below it
+            self._tell_gone([entry], DISK)
 
     def _forget(self, dropped: Dropped) -> None:
         self.host.release(dropped.slots)
         if dropped.files:
             self._removing += len(dropped.files)
             self._io.submit(Remove(dropped.files))
-        self._tell_gone([one for one in dropped.entries if one.ready], HOST)
-        self._tell_gone([one for one in dropped.entries if one.owner], DISK)
+        if self._journal is not None and (keys := self._checkpoints(dropped.entries)):
+            self._journal.lost(keys)
 
     # --- up -----------------------------------------------------------------------------------------------------
 
@@ -500,7 +500,10 @@ class Tiers:
             self._io.submit(Remove(mine))
 
     def _announce(self, entries: Sequence[Entry], tier: int) -> None:
-        if self._journal is not None and (keys := self._checkpoints(entries)):
+        """Tell that these entries, each behind the one before, are in a tier. If one above them got lost on its way,
+        they will go with it."""
+        keys = self._checkpoints(entries) if self._journal is not None else []
+        if self._journal is not None and keys and all(one.there for one in entries[-1].path()):
             self._journal.stored(keys, tier)
 
     def _tell_gone(self, entries: Sequence[Entry], tier: int) -> None:
