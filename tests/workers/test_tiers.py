@@ -429,6 +429,25 @@ def test_the_head_of_a_prefix_goes_down_first() -> None:
     assert [entry.depth for entry in entries] == list(range(len(job.blocks)))
 
 
+def test_a_block_is_written_once_however_slow_the_disk_is() -> None:
+    world = World(64, 64, 100, in_flight=100 * LAYOUT.block_bytes)
+    one = world.begin(list(range(200)))
+    assert one is not None
+    written: list[bytes] = []
+    for count in range(0, 200, 10):
+        for number in range(one.computed // SIZE, count // SIZE):
+            world.io.device[one.blocks[number]] = (b"", one.packed((number + 1) * SIZE))
+        one.computed = count
+        world.cache.commit(one)
+        while world.io.writer and isinstance(world.io.writer[0], Save):
+            world.io.advance(random.Random(0))
+        world.settle()
+        for job in [job for job in world.io.writer if isinstance(job, Write)]:
+            written += [block.digest for block in job.blocks]
+            world.io.writer.remove(job)
+    assert len(written) == len(set(written)) >= 40
+
+
 def loading(world: World, tokens: list[int]) -> Sequence:
     """A sequence that has begun to load."""
     world.rest()

@@ -28,8 +28,9 @@ class Entry:
     """One block. `slot` is where host memory has it, or NO_SLOT; `owner` the worker in whose directory it is, or "".
     It counts as there once it is `ready` or has an owner; before that, its bytes are on their way to its slot. While it
     has `pins` it stays in the index, and so does all above it; while it is `held` somebody uses its slot or its file.
-    `coming` is the load that brings it from its file to its slot, and its number there. Before `keep_until` a tier
-    gives it up only when it has nothing else. `key` is its chain key, as summaries have it."""
+    It is `writing` while it goes to a file; `coming` is the load that brings it from its file to its slot, and its
+    number there. Before `keep_until` a tier gives it up only when it has nothing else. `key` is its chain key, as
+    summaries have it."""
 
     __slots__ = (
         "children",
@@ -47,6 +48,7 @@ class Entry:
         "salt",
         "slot",
         "tokens",
+        "writing",
     )
 
     def __init__(self, parent: Entry | None, salt: bytes, tokens: bytes, digest: bytes, key: bytes) -> None:
@@ -62,6 +64,7 @@ class Entry:
         self.owner = ""
         self.pins = 0
         self.held = 0
+        self.writing = False
         self.keep_until = 0.0
         self.coming: tuple[Load, int] | None = None
         self.gone = False

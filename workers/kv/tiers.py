@@ -236,12 +236,14 @@ class Tiers:
         """Write an entry and what is above it, as far as no file has it."""
         if entry.gone:
             return
-        chain = [one for one in reversed(entry.path()) if not one.owner][:EXTENT]
+        chain = [one for one in reversed(entry.path()) if not one.owner and not one.writing][:EXTENT]
         if not chain or not all(one.ready for one in chain):
             return
         if chain[-1] is not entry:
             self._to_write.appendleft(entry)
         self.index.hold(chain)
+        for one in chain:
+            one.writing = True
         self._make_room(disk, len(chain), entry.salt)
         job = Write([one.block for one in chain], [one.slot for one in chain])
         self._writes[id(job)] = chain
@@ -251,6 +253,8 @@ class Tiers:
     def _written(self, job: Write) -> None:
         chain = self._writes.pop(id(job))
         self._writing -= len(chain)
+        for one in chain:
+            one.writing = False
         self.index.written(chain, job.owners)
         self._announce(chain[: len(job.owners)], DISK)
         if len(job.owners) < len(chain):
