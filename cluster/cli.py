@@ -20,6 +20,7 @@ from cluster.bench.cli import app as bench_app
 from cluster.cache_cli import app as cache_app
 from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.errors import UserError
+from cluster.key_cli import app as key_app
 from cluster.signals import interruptible, on_signals
 from cluster.simulate.cli import simulate
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 model_app = typer.Typer(no_args_is_help=True, help="Models in the local cache.")
 app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
+app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -37,10 +39,10 @@ PING_TIMEOUT_S = 30.0
 READY = """\
 Headwater is ready: {model} on {urls}
 
-  curl -s {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl -s {url}/v1/chat/completions{header} -H 'Content-Type: application/json' \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is a headwater?"}}], "max_tokens": 64}}'
 
-  {python} -c 'from openai import OpenAI; client = OpenAI(base_url="{url}/v1", api_key="none"); \
+  {python} -c 'from openai import OpenAI; client = OpenAI(base_url="{url}/v1", api_key="{key}"); \
 print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
@@ -64,6 +66,9 @@ def serve(
     ] = None,
     reasoning_parser: Annotated[
         str | None, typer.Option(help="auto, think or none: how reasoning in answers is read")
+    ] = None,
+    keys_file: Annotated[
+        Path | None, typer.Option(help="file of tenants and API keys; default: no keys needed")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
@@ -91,6 +96,7 @@ def serve(
         "gateway.chat_template": chat_template.resolve() if chat_template is not None else None,
         "gateway.tool_parser": tool_parser,
         "gateway.reasoning_parser": reasoning_parser,
+        "gateway.keys_file": keys_file,
         "worker.dtype": dtype,
         "worker.device": device,
         "worker.kv_memory": kv_memory,
@@ -140,7 +146,9 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         with running.announced(ray.get_runtime_context().gcs_address):
             urls = " and ".join(cluster.urls)
             model = served_name(settings.model.name)
-            typer.echo(READY.format(python=sys.executable, model=model, urls=urls, url=cluster.url))
+            keys = settings.gateway.keys_file or settings.gateway.api_keys
+            access = {"header": " -H 'Authorization: Bearer KEY'" if keys else "", "key": "KEY" if keys else "none"}
+            typer.echo(READY.format(python=sys.executable, model=model, urls=urls, url=cluster.url, **access))
             healthy = _wait(cluster, stop)
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
         healthy = healthy and _drain(cluster)

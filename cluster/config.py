@@ -23,7 +23,7 @@ from transfer.gossip.config import GossipConfig
 from workers.config import TiersConfig, WorkerConfig
 
 ENV_PREFIX = "HEADWATER__"
-SECRETS = ("gossip.key",)
+SECRETS = ("gossip.key", "gateway.api_keys", "gateway.keys_file")
 """Settings whose values are never shown."""
 
 

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 import jinja2
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 from typing_extensions import Self
 
 from router.gateway.parsers import reasoning_parser, tool_parser
+from router.tenants import read
 
 MAX_GATEWAYS = 64
+MIN_API_KEY = 16
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -59,6 +61,10 @@ class GatewayConfig(BaseModel):
     cors_origins: list[str] = Field(
         [], description="origins whose pages may use the API from a browser, as scheme://host[:port]; `*` is any"
     )
+    keys_file: Path | None = Field(
+        None, validate_default=True, description="file of tenants and their API keys; read again when it changes"
+    )
+    api_keys: list[SecretStr] = Field([], description="API keys of the tenant `default`")
     max_priority: int = Field(
         0, ge=0, le=100, description="highest `priority` that clients may ask for; raise it where they can be trusted"
     )
@@ -92,6 +98,22 @@ class GatewayConfig(BaseModel):
             raise ValueError(f"cannot read {value}: {error}") from None
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{value} is no chat template: line {error.lineno}: {error.message}") from None
+        return value
+
+    @field_validator("keys_file")
+    @classmethod
+    def _has_tenants(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            read(value)
+            return value.absolute()
+        return None
+
+    @field_validator("api_keys")
+    @classmethod
+    def _are_long_enough(cls, value: list[SecretStr]) -> list[SecretStr]:
+        """Whoever can guess one can use it."""
+        if any(len(one.get_secret_value()) < MIN_API_KEY for one in value):
+            raise ValueError(f"has a key of less than {MIN_API_KEY} characters")
         return value
 
     @field_validator("tool_parser")

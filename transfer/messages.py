@@ -67,7 +67,7 @@ class Request:
     `request_id` is unique in the cluster whatever the client sent. `salt` separates caches: two requests share
     blocks only when their salts are equal. `timeout_s` is what is left, in seconds, when the request is handed over.
     A higher `priority` is served first, and what it leaves in the cache is evicted last; `keep_s` seconds long that is
-    only evicted when nothing else can be. Workers share their prompt computation fairly between `tenant`s. The last
+    only evicted when nothing else can be. Workers share their time fairly between `tenant`s, by `weight`. The last
     `answered` tokens of the prompt are output that an earlier attempt gave. With `embed` the answer is an embedding of
     the prompt.
     """
@@ -81,6 +81,7 @@ class Request:
     priority: int = 0
     keep_s: float = 0.0
     tenant: str = ""
+    weight: float = 1.0
     answered: int = 0
     embed: bool = False
 

@@ -23,17 +23,17 @@ class FairShare:
     """Counters in computed tokens, by tenant."""
 
     def __init__(self) -> None:
-        self._served: dict[str, int] = {}
-        self._largest = 0
-        self._now = 0
+        self._served: dict[str, float] = {}
+        self._largest = 0.0
+        self._now = 0.0
 
-    def served(self, tenant: str) -> int:
+    def served(self, tenant: str) -> float:
         """The counter of a tenant; smaller is next."""
         least = self._now - CREDIT_TOKENS
         return max(self._served.get(tenant, least), least)
 
-    def charge(self, tenant: str, tokens: int) -> None:
-        """Tokens of a prompt or of an answer are computed for a tenant."""
+    def charge(self, tenant: str, tokens: float) -> None:
+        """Tokens of a prompt or of an answer are computed for a tenant, divided by its weight."""
         self._served[tenant] = self.served(tenant) + tokens
         self._largest = max(self._largest, self._served[tenant])
         if len(self._served) > MAX_TENANTS:

@@ -310,7 +310,8 @@ class Scheduler:
             sequence.arrival = next(self._arrivals)
 
     def _work(self, sequence: Sequence, tokens: int) -> Work:
-        self._shares[sequence.request.priority].charge(sequence.request.tenant, tokens)
+        request = sequence.request
+        self._shares[request.priority].charge(request.tenant, tokens / request.weight)
         return Work(sequence, tokens)
 
     def _settle(self, chunks: list[Work]) -> None:

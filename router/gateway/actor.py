@@ -16,6 +16,7 @@ import uvicorn
 
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
+from router.gateway.accounts import Keyring
 from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
 from router.gateway.jobs import Limits
@@ -101,7 +102,8 @@ class Gateway:
         reasoning = reasoning_parser(self._config.reasoning_parser, template)
         trials = Trials(self._text, limits.vocab_size)
         service = Service(self._text, self._dispatcher, limits, trials, tools, reasoning)
-        app = create_app(service, self._ready, self._render, self._config)
+        keyring = Keyring((one.get_secret_value() for one in self._config.api_keys), self._config.keys_file)
+        app = create_app(service, self._ready, self._render, self._config, keyring)
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._tasks += [asyncio.create_task(self._watch(name)) for name in names]

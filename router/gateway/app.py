@@ -15,9 +15,11 @@ from starlette.exceptions import HTTPException
 
 from router.config import GatewayConfig
 from router.gateway import request_id, routes_messages, routes_responses, routes_tokens
+from router.gateway.accounts import Keyring
 from router.gateway.answers import ChatAnswer, CompletionAnswer
 from router.gateway.errors import ApiError, invalid, unavailable
 from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, count, respond
+from router.gateway.keys import Keys
 from router.gateway.middleware import Bugs, RequestIds
 from router.gateway.openapi import ERRORS, body_of, document
 from router.gateway.plans import PLAN_HEADER, plans
@@ -30,9 +32,10 @@ CORS_MAX_AGE_S = 600
 
 
 def create_app(
-    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig
+    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig, keyring: Keyring
 ) -> FastAPI:
-    """The application over a service. `ready` says whether it can serve now, `render` gives the metrics' text."""
+    """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
+    `render` gives the metrics' text."""
     app = FastAPI(title="Headwater", description="OpenAI-compatible gateway", docs_url="/docs", redoc_url=None)
     app.state.config = config
 
@@ -44,7 +47,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    _pass_through(app, config.cors_origins)
+    _pass_through(app, config.cors_origins, keyring)
     app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
     app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
@@ -54,9 +57,11 @@ def create_app(
     return app
 
 
-def _pass_through(app: FastAPI, origins: list[str]) -> None:
+def _pass_through(app: FastAPI, origins: list[str], keyring: Keyring) -> None:
     """What every request passes, from the innermost on."""
     app.add_middleware(Bugs)
+    if keyring.needed:
+        app.add_middleware(Keys, keyring=keyring)
     if origins:
         app.add_middleware(
             CORSMiddleware,

@@ -27,11 +27,11 @@ class Background:
         if len(self._tasks) >= self._limit:
             raise overloaded(f"background: {self._limit} responses are under way")
 
-    def start(self, answer: ResponsesAnswer, pieces: AsyncGenerator[Piece, None]) -> None:
-        """Carry it out; whatever goes wrong is what the response ends with."""
-        self._answers[answer.id] = answer
-        task = self._tasks[answer.id] = asyncio.create_task(self._run(answer, pieces))
-        task.add_done_callback(lambda _: self._over(answer))
+    def start(self, name: str, answer: ResponsesAnswer, pieces: AsyncGenerator[Piece, None]) -> None:
+        """Carry it out under this name; whatever goes wrong is what the response ends with."""
+        self._answers[name] = answer
+        task = self._tasks[name] = asyncio.create_task(self._run(answer, pieces))
+        task.add_done_callback(lambda _: self._over(name, answer))
 
     def get(self, name: str) -> ResponsesAnswer | None:
         """None for what is not under way."""
@@ -56,8 +56,8 @@ class Background:
             _log.error("a background response failed", exc_info=error)
             answer.fail(failed("internal error"))
 
-    def _over(self, answer: ResponsesAnswer) -> None:
+    def _over(self, name: str, answer: ResponsesAnswer) -> None:
         """A task that was cancelled before it began has run no line of its own."""
         if not answer.over:
             answer.cancel()
-        del self._answers[answer.id], self._tasks[answer.id]
+        del self._answers[name], self._tasks[name]

@@ -42,6 +42,7 @@ class Prompt:
     priority: int = 0
     keep_s: float = 0.0
     tenant: str = ""
+    weight: float = 1.0
     salt: bytes = b""
     timeout_s: float | None = None
     embed: bool = False
@@ -188,6 +189,7 @@ class Dispatcher:
             priority=prompt.priority,
             keep_s=prompt.keep_s,
             tenant=prompt.tenant,
+            weight=prompt.weight,
             answered=len(sent),
             embed=prompt.embed,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from router.gateway import accounts
 from router.gateway.dispatch import Prompt
 from router.gateway.jobs import Job, check_allowed, check_length
 from router.gateway.schemas.embeddings import EmbeddingRequest
@@ -37,14 +38,23 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
 def _jobs(service: Service, request: EmbeddingRequest, prompts: list[list[int]]) -> list[Job]:
     limits = service.limits
     check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
-    salt = (request.cache_salt or "").encode()
+    account = accounts.current.get()
+    salt = account.salt((request.cache_salt or "").encode())
     # All of a prompt has to be computed: nobody looks for a cache.
     chain = PrefixChain(root_key(limits.fingerprint, tenant=salt), (), limits.block_size)
     made = []
     for index, tokens in enumerate(prompts):
         check_length(len(tokens), "input", limits.max_model_len)
         packed = pack_tokens(tokens)
-        prompt = Prompt(packed, chain, tenant=request.tenant, salt=salt, timeout_s=request.timeout, embed=True)
+        prompt = Prompt(
+            packed,
+            chain,
+            tenant=account.name or request.tenant,
+            weight=account.tenant.weight,
+            salt=salt,
+            timeout_s=request.timeout,
+            embed=True,
+        )
         made.append(Job(index, index, True, prompt, SamplingParams(1, temperature=0), [], empty=True))
     return made
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from router.gateway import accounts
 from router.gateway.dispatch import Prompt
 from router.gateway.errors import invalid
 from router.gateway.parsers import ReasoningParser, ToolParser
@@ -94,10 +95,14 @@ def jobs(
     choices = request.choices
     if len(prompts) * choices > MAX_JOBS:
         raise invalid(f"n: {len(prompts)} prompts x {choices} choices are more than {MAX_JOBS}", "n")
-    check_allowed("priority", request.priority or 0, limits.max_priority, "gateway.max_priority")
+    account = accounts.current.get()
+    if account.name:
+        check_allowed("priority", request.priority or 0, account.tenant.max_priority, "max_priority of the tenant")
+    else:
+        check_allowed("priority", request.priority or 0, limits.max_priority, "gateway.max_priority")
     check_allowed("cache_ttl", request.cache_ttl or 0, limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
     check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
-    salt = (request.cache_salt or "").encode()
+    salt = account.salt((request.cache_salt or "").encode())
     root = root_key(limits.fingerprint, tenant=salt)
     made: list[Job] = []
     for source, (tokens, text) in enumerate(prompts):
@@ -108,7 +113,8 @@ def jobs(
             chain=PrefixChain.of(root, packed, limits.block_size),
             priority=request.priority or 0,
             keep_s=request.cache_ttl or 0.0,
-            tenant=request.tenant,
+            tenant=account.name or request.tenant,
+            weight=account.tenant.weight,
             salt=salt,
             timeout_s=request.timeout,
         )

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from router.config import GatewayConfig
+from router.gateway import accounts
 from router.gateway.background import Background
 from router.gateway.errors import ApiError, invalid
 from router.gateway.http import body_as, count, respond
@@ -37,7 +38,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
 
     def keep(answer: ResponsesAnswer) -> None:
         if answer.request.kept and (answer.request.background or answer.status in GOES_ON):
-            store.put(answer.id, _json(answer.response()), answer.listed)
+            store.put(_owned(answer.id), _json(answer.response()), answer.listed)
 
     @router.post("/responses", openapi_extra=body_of(ResponsesRequest))
     async def create(request: Request) -> Response:
@@ -52,27 +53,27 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
         answer, pieces = ResponsesAnswer(wanted, jobs, service.text, items, keep), service.pieces(jobs)
         if not wanted.background:
             return await respond(request, pieces, answer, bool(wanted.stream), plans(request, jobs))
-        background.start(answer, pieces)
+        background.start(_owned(answer.id), answer, pieces)
         count(request, "ok")
         return JSONResponse(answer.response())
 
     @router.get("/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
         _check_query(request)
-        if (answer := background.get(name)) is not None:
+        if (answer := background.get(_owned(name))) is not None:
             return JSONResponse(answer.response())
         return Response(_stored(store, name).response, media_type="application/json")
 
     @router.delete("/responses/{name}")
     async def delete(name: str) -> dict[str, Any]:
-        await background.cancel(name)
-        if not store.drop(name):
+        await background.cancel(_owned(name))
+        if not store.drop(_owned(name)):
             raise _unknown(name)
         return {"id": name, "object": "response", "deleted": True}
 
     @router.post("/responses/{name}/cancel")
     async def cancel(name: str) -> Response:
-        if (answer := await background.cancel(name)) is not None:
+        if (answer := await background.cancel(_owned(name))) is not None:
             return JSONResponse(answer.response())
         record = _stored(store, name)
         if not json.loads(record.response)["background"]:
@@ -88,7 +89,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
         _check_query(request, "after", "limit", "order")
-        answer = background.get(name)
+        answer = background.get(_owned(name))
         listed_items = answer.listed if answer is not None else _stored(store, name).input
         items = await asyncio.to_thread(json.loads, listed_items)
         return _page(items if order == "asc" else items[::-1], after, limit)
@@ -106,17 +107,22 @@ def _previous(name: str | None, store: ResponseStore, background: Background) ->
     if name is None:
         return None
     field = "previous_response_id"
-    if (answer := background.get(name)) is not None:
+    if (answer := background.get(_owned(name))) is not None:
         raise invalid(f"{field}: the response {name} is {answer.status}", field)
-    if (record := store.get(name)) is None:
+    if (record := store.get(_owned(name))) is None:
         raise ApiError(404, f"{field}: {_unknown(name).message}", field, "previous_response_not_found")
     return record
 
 
 def _stored(store: ResponseStore, name: str) -> Stored:
-    if (record := store.get(name)) is None:
+    if (record := store.get(_owned(name))) is None:
         raise _unknown(name)
     return record
+
+
+def _owned(name: str) -> str:
+    """What a response is stored as: a tenant finds its own only."""
+    return f"{accounts.current.get().name}/{name}"
 
 
 def _unknown(name: str) -> ApiError:

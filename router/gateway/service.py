@@ -11,7 +11,7 @@ from typing import cast
 
 from llguidance import LLMatcher
 
-from router.gateway import metrics
+from router.gateway import accounts, metrics
 from router.gateway.choice import Choice, Piece
 from router.gateway.conversation import conversation, shown_tools
 from router.gateway.dispatch import Dispatcher
@@ -119,6 +119,7 @@ class Service:
     async def _answer(self, job: Job) -> AsyncGenerator[Piece, None]:
         choice = self._choice(job)
         arrived, given = time.monotonic(), 0
+        account = accounts.current.get()
         try:
             async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
                 async for output in outputs:
@@ -126,6 +127,7 @@ class Service:
                         metrics.first_token.record(time.monotonic() - arrived)
                         metrics.prompt_tokens.add(job.prompt_tokens)
                         metrics.cached_tokens.add(output.cached_tokens)
+                        account.used(job.prompt_tokens)
                     piece = choice.piece(output)
                     given += len(output.tokens)
                     if job.empty:
@@ -136,6 +138,7 @@ class Service:
                         return
         finally:
             metrics.output_tokens.add(given)  # at once: to count costs as much as to make a piece
+            account.used(given)
 
     def _choice(self, job: Job) -> Choice:
         form = job.form

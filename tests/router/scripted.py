@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from router.config import GatewayConfig
+from router.gateway.accounts import Keyring
 from router.gateway.app import create_app
 from router.gateway.choice import Piece
 from router.gateway.errors import ApiError
@@ -104,7 +105,7 @@ class Scripted:
 async def gateway(*answers: list[Step], ready: Callable[[], bool] = lambda: True) -> AsyncIterator[Any]:
     """Serve scripted answers; has `service` and `url`."""
     config, service = GatewayConfig(), Scripted(*answers)
-    app = create_app(service, ready, lambda: b"", config)  # type: ignore[arg-type]
+    app = create_app(service, ready, lambda: b"", config, Keyring())  # type: ignore[arg-type]
     async with serving(app, config) as (port, _):
         yield SimpleNamespace(service=service, url=f"http://127.0.0.1:{port}")
 

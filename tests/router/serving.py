@@ -12,6 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from router.config import GatewayConfig, RouterConfig
+from router.gateway.accounts import Keyring
 from router.gateway.app import create_app
 from router.gateway.dispatch import Dispatcher
 from router.gateway.jobs import Limits
@@ -68,14 +69,17 @@ class Played:
             await asyncio.sleep(0.01)
 
 
-def application(text: Text, directory: Played, config: GatewayConfig, context: int = 1_000_000) -> FastAPI:
-    """The application over a worker that is played; prompt and answer may have `context` tokens."""
+def application(
+    text: Text, directory: Played, config: GatewayConfig, context: int = 1_000_000, keyring: Keyring | None = None
+) -> FastAPI:
+    """The application over a worker that is played; prompt and answer may have `context` tokens. Without a keyring
+    nobody needs a key."""
     view = View([("both-0", "both")])
     directory.dispatcher = Dispatcher("g", Router(view, RouterConfig()), directory, RouterConfig(), config)
     limits = Limits(MODEL, context, 16, 49152, "model", 0, 0.0, config.request_timeout_s)
     trials = Trials(text, limits.vocab_size)
     service = Service(text, directory.dispatcher, limits, trials, tool_parser("auto", None), None)
-    return create_app(service, lambda: True, lambda: b"", config)
+    return create_app(service, lambda: True, lambda: b"", config, keyring or Keyring())
 
 
 @asynccontextmanager

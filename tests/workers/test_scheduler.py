@@ -365,3 +365,15 @@ def test_the_oldest_prompt_gets_an_eighth_whatever_is_left_of_the_steps() -> Non
         world.step()
         steps += 1
     assert steps <= 8 * 4000 / 256
+
+
+def test_tenants_get_their_shares_by_weight() -> None:
+    world = World(400, step_tokens=16, max_running=4)
+    served = {"heavy": 0, "light": 0}
+    for _ in range(60):
+        for tenant, weight in (("heavy", 3.0), ("light", 1.0)):
+            while sum(one.request.tenant == tenant for one in world.queued()) < 4:
+                world.add(16, 1, tenant=tenant, weight=weight)
+        for work in world.step():
+            served[work.sequence.request.tenant] += work.count
+    assert 2.5 < served["heavy"] / served["light"] < 3.5

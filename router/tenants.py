@@ -1,0 +1,63 @@
+"""The file of tenants: who may use the gateways, with which keys, and how much.
+
+Keys are kept as SHA-256 hashes: a key that `headwater key` makes has 256 random bits, which no hash has to be slow for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+HASH = "sha256:"
+MAX_FILE_BYTES = 16 << 20
+
+
+class Tenant(BaseModel):
+    """What a tenant may do. Its `weight` is its share of the workers' time beside others'; `cache` says whether it has
+    cached prefixes of its own, or those of all that share theirs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: list[Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]]
+    weight: float = Field(1.0, ge=0.01, le=100)
+    max_priority: int = Field(0, ge=0, le=100)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1)
+    max_concurrent: int | None = Field(None, ge=1)
+    cache: Literal["private", "shared"] = "private"
+
+
+class TenantsFile(BaseModel):
+    """The file of keys and tenants."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], Tenant]
+
+
+def hashed(key: str) -> str:
+    """A key as it stands in the file."""
+    return HASH + hashlib.sha256(key.encode()).hexdigest()
+
+
+def read(file: Path) -> TenantsFile:
+    """The tenants of a file. Raises ValueError that names what is wrong, but no key."""
+    try:
+        if file.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{file} is larger than {MAX_FILE_BYTES} bytes")
+        content = yaml.safe_load(file.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from None
+    except yaml.YAMLError as error:
+        where = getattr(error, "problem_mark", None)
+        raise ValueError(f"{file} is no YAML{f', line {where.line + 1}' if where else ''}") from None
+    try:
+        return TenantsFile.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(f"{file}: {path}: {problem['msg']}") from None
