@@ -7,9 +7,8 @@ import signal
 import socket
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import typer
@@ -35,7 +34,6 @@ app.add_typer(bench_app, name="bench")
 app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
-PING_TIMEOUT_S = 30.0
 READY = """\
 Headwater is ready: {model} on {urls}
 
@@ -132,9 +130,11 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         with status:
             connect(address)
             interruptible()  # Ray has installed its own
+            from cluster.keeper import Keeper
             from cluster.launch import Cluster
 
             cluster = Cluster(settings, path)
+            keeper = Keeper(cluster, lambda line: _errors.print(line, markup=False))
             cluster.start(progress=status.update)
         on_signals(lambda *_: stop.put(None))
     except BaseException:
@@ -149,41 +149,16 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
             keys = settings.gateway.keys_file or settings.gateway.api_keys
             access = {"header": " -H 'Authorization: Bearer KEY'" if keys else "", "key": "KEY" if keys else "none"}
             typer.echo(READY.format(python=sys.executable, model=model, urls=urls, url=cluster.url, **access))
-            healthy = _wait(cluster, stop)
+            keeper.start()
+            stop.get()
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
-        healthy = healthy and _drain(cluster)
+        keeper.stop()
+        healthy = _drain(cluster)
     finally:
         on_signals(signal.SIG_IGN)
         cluster.stop(until)
         disconnect(until)
     raise typer.Exit(0 if healthy else 1)
-
-
-def _wait(cluster: Any, stop: SimpleQueue[None]) -> bool:
-    """Wait for a signal; False when the last gateway has died by itself. A gateway that hangs must not delay the
-    signal."""
-    import ray
-    from ray.exceptions import RayError
-
-    living = dict(zip(cluster.config.gateways, cluster.gateways, strict=True))
-    pings = {name: (one.ping.remote(), time.monotonic() + PING_TIMEOUT_S) for name, one in living.items()}
-    while living:
-        with suppress(Empty):
-            stop.get(timeout=1.0)
-            return True
-        for name, (ping, until) in list(pings.items()):
-            try:
-                if ray.wait([ping], timeout=0)[0]:
-                    ray.get(ping)
-                    pings[name] = living[name].ping.remote(), time.monotonic() + PING_TIMEOUT_S
-                    continue
-                problem = f"has not answered for {PING_TIMEOUT_S:.0f} s" if time.monotonic() > until else ""
-            except RayError as error:
-                problem = f"died: {type(error).__name__}"
-            if problem:
-                _errors.print(f"error: {name} {problem}")
-                del living[name], pings[name]
-    return False
 
 
 def _drain(cluster: Any) -> bool:

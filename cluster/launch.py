@@ -6,6 +6,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from workers.config import WorkerConfig
 MAX_CONCURRENCY = 100_000
 """Calls of an actor that may be open at a time: requests wait in them, and an abort must never queue behind those."""
 START_TIMEOUT_S = 600.0
+JOIN_S = 5.0
+"""How long others may take to say where gossip can be joined through."""
 DRAIN_END_S = 1.5
 """What a drain may take beyond the time that requests are given: the end of the HTTP server."""
 
@@ -44,6 +47,8 @@ class Cluster:
         self._name = name
         self._actors: dict[str, Any] = {}
         self._cores = 1
+        self._gpus = 0.0
+        self._threads: dict[str, int] = {}
         self._seeds: list[Address] = []
         self.gossip = config.gossip
         """Gossip settings, with a key."""
@@ -92,6 +97,45 @@ class Cluster:
         """Where gossip can be joined through: the gateways."""
         return list(ray.get([one.gossip_address.remote() for one in self.gateways], timeout=10))
 
+    # --- for the keeper -----------------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Names of all actors."""
+        return [name for name, _ in self.config.workers] + self.config.gateways
+
+    def pulse(self, name: str) -> Any:
+        """A call of an actor that comes to a `Pulse`."""
+        return self._actors[name].pulse.remote()
+
+    def end(self, name: str) -> None:
+        """End an actor's process."""
+        ray.kill(self._actors[name])
+
+    def create(self, name: str) -> None:
+        """Create an actor, or its next life. Raises ValueError while its name is taken."""
+        roles = dict(self.config.workers)
+        self._actors[name] = self._worker(name, roles[name]) if name in roles else self._gateway(name, self._port(name))
+
+    def begin(self, name: str) -> list[Callable[[], Any]]:
+        """The calls that make a new actor serve, in order."""
+        actor = self._actors[name]
+        if name in self._threads:
+            return [
+                lambda: actor.start.remote(self._threads[name]),
+                lambda: actor.join.remote(self.gossip, self._known(name)),
+            ]
+        return [lambda: actor.start.remote(self._known(name))]
+
+    def _known(self, name: str) -> list[Address]:
+        """Where gossip can be joined through: all other actors that answer."""
+        others = [one for other, one in self._actors.items() if other != name]
+        done, _ = ray.wait([one.gossip_address.remote() for one in others], num_returns=len(others), timeout=JOIN_S)
+        found = []
+        for call in done:
+            with suppress(RayError):
+                found.append(ray.get(call))
+        return found
+
     def drain(self) -> int:
         """Let running requests finish, up to the configured time; returns how many were cut off. Raises RayError when
         no gateway answers."""
@@ -121,39 +165,18 @@ class Cluster:
             ray.kill(one)
 
     def _start_workers(self, progress: Callable[[str], None]) -> None:
-        config = self.config.worker
         workers = self.config.workers
-        model_name = served_name(self.config.model.name)
-        available = 0.0 if config.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        gpus = min(1.0, available / len(workers))
-        for name, role in workers:
-            self._actors[name] = (
-                ray.remote(Worker)
-                .options(
-                    name=name,
-                    namespace=self._name,
-                    num_cpus=0,
-                    num_gpus=gpus,
-                    max_concurrency=MAX_CONCURRENCY,
-                    runtime_env={"env_vars": {"TOKENIZERS_PARALLELISM": "false"}},
-                )
-                .remote(
-                    name,
-                    role,
-                    self._model,
-                    model_name,
-                    config,
-                    self.config.transfer,
-                    RayDirectory(self._name),
-                    self.config.tiers,
-                )
-            )
+        available = 0.0 if self.config.worker.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
+        self._gpus = min(1.0, available / len(workers))
+        for name, _ in workers:
+            self.create(name)
         actors = [self._actors[name] for name, _ in workers]
         progress("starting the workers")
         hosts = self._all([one.host.remote() for one in actors])
         self._cores = hosts[0][1]
+        self._threads = {name: share for (name, _), share in zip(workers, share_cores(hosts), strict=True)}
         self._all(
-            [one.start.remote(share) for one, share in zip(actors, share_cores(hosts), strict=True)],
+            [one.start.remote(self._threads[name]) for (name, _), one in zip(workers, actors, strict=True)],
             lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
         )
         first, *others = actors
@@ -181,9 +204,33 @@ class Cluster:
         return config.model_copy(update={"threads": config.threads or self._cores})
 
     def _start_gateways(self) -> None:
-        for name, port in zip(self.config.gateways, self.config.gateway.ports, strict=True):
-            self._actors[name] = self._gateway(name, port)
+        for name in self.config.gateways:
+            self.create(name)
         self.ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
+
+    def _port(self, name: str) -> int:
+        """Where a gateway is to listen: where it has listened before."""
+        number = self.config.gateways.index(name)
+        return self.ports[number] if self.ports else self.config.gateway.ports[number]
+
+    def _worker(self, name: str, role: str) -> Any:
+        config = self.config
+        options = {"name": name, "namespace": self._name, "num_cpus": 0, "num_gpus": self._gpus}
+        environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
+        return (
+            ray.remote(Worker)
+            .options(**options, max_concurrency=MAX_CONCURRENCY, runtime_env=environment)
+            .remote(
+                name,
+                role,
+                self._model,
+                served_name(config.model.name),
+                config.worker,
+                config.transfer,
+                RayDirectory(self._name),
+                config.tiers,
+            )
+        )
 
     def _gateway(self, name: str, port: int) -> Any:
         options = {"name": name, "namespace": self._name, "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}

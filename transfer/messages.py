@@ -355,6 +355,16 @@ class Speeds:
     disk_bytes_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """How an actor is: how many steps its engine has made, whether it has something to do, and how many seconds a full
+    step takes, 0 while that is unknown. Gateways have no engine, and are never `busy`."""
+
+    steps: int = 0
+    busy: bool = False
+    step_s: float = 0.0
+
+
 def _share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 

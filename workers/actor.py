@@ -38,6 +38,7 @@ from transfer.messages import (
     Dispatch,
     Outcome,
     Peer,
+    Pulse,
     Request,
     Reservation,
     Reserve,
@@ -98,6 +99,7 @@ class Worker:
         self._tier_io: TierIO | None = None
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
+        self._turns = 0
         self._cores: Cores | None = None
         self._transfers = TransferStats()
         self._speeds = SpeedMeter()
@@ -174,6 +176,17 @@ class Worker:
             before_tick=lambda: self._journal.read(summary),
         )
         return self._gossip.member.address
+
+    async def gossip_address(self) -> Address:
+        """Where gossip can be joined through; once this worker has joined itself."""
+        assert self._gossip is not None
+        return self._gossip.member.address
+
+    async def pulse(self) -> Pulse:
+        """Whether this process lives, and its engine makes steps."""
+        speed = self._speeds.prompt_tokens_s
+        step_s = self._config.step_tokens / speed if speed else 0.0
+        return Pulse(self._turns, self._engine.has_work, step_s)
 
     async def stop(self) -> None:
         """Abort what runs and end the threads."""
@@ -349,6 +362,7 @@ class Worker:
 
     def _turn(self) -> float | None:
         """One engine step, and where its results go."""
+        self._turns += 1
         if not self._engine.has_work:
             self._leave_cores()
             return None

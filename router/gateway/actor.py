@@ -32,7 +32,7 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
-from transfer.messages import Delta, WorkerStatus
+from transfer.messages import Delta, Pulse, WorkerStatus
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
@@ -130,6 +130,10 @@ class Gateway:
     async def deliver(self, deltas: list[Delta]) -> None:
         """Workers bring tokens."""
         self._dispatcher.deliver(deltas)
+
+    async def pulse(self) -> Pulse:
+        """Whether this process lives."""
+        return Pulse()
 
     async def ping(self) -> int:
         """Whether this process lives; returns its id."""

@@ -122,6 +122,32 @@ def test_a_taken_port_is_named(served: Served) -> None:
     fails_with(rf"gateway.port: .*{served.port}: Address already in use", "serve", "--port", str(served.port))
 
 
+def processes() -> dict[str, int]:
+    return {one["name"]: one["pid"] for one in json.loads(run("status", "--json").stdout)["workers"]}
+
+
+def test_who_dies_is_started_again_under_its_name_and_port(served: Served) -> None:
+    wanted = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 3, "ignore_eos": True}
+    url = f"http://127.0.0.1:{served.port}/v1/completions"
+    before = processes()["both-0"]
+    gateways = [one for one in served.children if "Gateway" in " ".join(one.cmdline())]
+    assert len(gateways) == 1
+    for victim in (psutil.Process(before), *gateways):
+        victim.kill()
+        victim.wait(10)
+        until = time.monotonic() + 60
+        while True:
+            with suppress(httpx.HTTPError):
+                if httpx.post(url, json=wanted, timeout=5).status_code == 200:
+                    break
+            assert time.monotonic() < until, f"nobody answers in place of {victim}"
+            time.sleep(0.2)
+    after = processes()["both-0"]
+    assert after != before
+    served.children = psutil.Process(served.process.pid).children(recursive=True)
+    assert psutil.Process(after) in served.children
+
+
 def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None:
     """Last of the tests that share this server."""
     wanted = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 300, "ignore_eos": True, "stream": True}
