@@ -59,7 +59,8 @@ class Cluster:
     def urls(self) -> list[str]:
         """Where the gateways listen."""
         host = "127.0.0.1" if self.config.gateway.host == "0.0.0.0" else self.config.gateway.host
-        return [f"http://{host}:{port}" for port in self.ports]
+        scheme = "https" if self.config.gateway.tls_certificate is not None else "http"
+        return [f"{scheme}://{host}:{port}" for port in self.ports]
 
     @property
     def url(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from pathlib import Path
 
 import jinja2
@@ -61,6 +62,8 @@ class GatewayConfig(BaseModel):
     cors_origins: list[str] = Field(
         [], description="origins whose pages may use the API from a browser, as scheme://host[:port]; `*` is any"
     )
+    tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain, for HTTPS")
+    tls_key: Path | None = Field(None, description="PEM file with its private key")
     keys_file: Path | None = Field(
         None, validate_default=True, description="file of tenants and their API keys; read again when it changes"
     )
@@ -135,6 +138,17 @@ class GatewayConfig(BaseModel):
         if wrong := [one for one in value if one != "*" and not _ORIGIN.fullmatch(one)]:
             raise ValueError(f"{wrong[0]!r} is not an origin such as https://example.com or http://localhost:3000")
         return value
+
+    @model_validator(mode="after")
+    def _certificate_fits_its_key(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together")
+        if self.tls_certificate is not None:
+            try:
+                ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.tls_certificate, self.tls_key)
+            except (OSError, ssl.SSLError) as error:
+                raise ValueError(f"cannot use {self.tls_certificate} with {self.tls_key}: {error}") from None
+        return self
 
     @model_validator(mode="after")
     def _there_are_ports_for_all(self) -> Self:

@@ -276,7 +276,9 @@ class Dispatcher:
             if willing and self._again(attempt, prompt, failing | others, local_tokens):
                 left = 1
                 continue
-            busy = overloaded(f"every candidate is busy; the last had {outcome.queued} requests queued")
+            waits = [one.wait_s(self._router.view.now()) for one in self._router.view.living(PREFILL, BOTH)]
+            full = f"every candidate is busy; the last had {outcome.queued} requests queued"
+            busy = overloaded(full, min(waits, default=0.0))
             lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
             attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -10,6 +11,9 @@ from pydantic import BaseModel
 _TYPES = {408: "timeout_error", 429: "rate_limit_error", 504: "timeout_error"}
 """Where OpenAI's type is not that of its class of statuses. An unknown key or model, too, is an `invalid_request_error`
 there: the status tells them apart, and `code`."""
+
+
+MAX_RETRY_AFTER_S = 120
 
 
 class ErrorObject(BaseModel):
@@ -63,9 +67,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param, code)
 
 
-def overloaded(message: str) -> ApiError:
-    """Every candidate's queue is at its bound: 429."""
-    return ApiError(429, message, code="overloaded", retry_after_s=1)
+def overloaded(message: str, wait_s: float = 0.0) -> ApiError:
+    """Every candidate's queue is at its bound: 429. There may be room in `wait_s` seconds."""
+    return ApiError(429, message, code="overloaded", retry_after_s=min(max(1, math.ceil(wait_s)), MAX_RETRY_AFTER_S))
 
 
 def unavailable(message: str) -> ApiError:

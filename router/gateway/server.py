@@ -34,6 +34,8 @@ class ServerConfig(uvicorn.Config):
             access_log=False,
             lifespan="off",
             timeout_graceful_shutdown=CLOSING_S,
+            ssl_certfile=gateway.tls_certificate,
+            ssl_keyfile=gateway.tls_key,
         )
         self.gateway = gateway
 
@@ -55,7 +57,8 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)
+        # A plain transport pauses when it holds more than this, an encrypted one when it holds as much.
+        transport.set_write_buffer_limits(high=int(transport.get_extra_info("sslcontext") is not None), low=0)
         # asyncio does so only for sockets that were made with the protocol's number, which listeners' are not.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._await_head()
