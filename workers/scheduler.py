@@ -139,7 +139,8 @@ class Scheduler:
         self._prompt_steps += bool(chunks)
         self._settle(chunks)
         self._heats.clear()
-        for sequence in islice(chain.from_iterable(self._queues.values()), PREFETCHED):
+        waiting = (one for one in chain.from_iterable(self._queues.values()) if not one.prefetched)
+        for sequence in islice(waiting, PREFETCHED):
             self._cache.prefetch(sequence)
         return decodes + chunks, admitted
 

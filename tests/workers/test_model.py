@@ -226,6 +226,12 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     again = save(llama(), tmp_path / "again")
     assert identity(one) == identity(again)
     assert identity(one) != identity(other)
+    trained = save(llama(), tmp_path / "trained")
+    file = trained / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    assert identity(trained) not in (identity(one), identity(other))
     (again / "config.json").write_text((again / "config.json").read_text().replace("10000.0", "20000.0"))
     assert identity(one) != identity(again)
 

@@ -68,34 +68,41 @@ class SlowIO:
         self.device: dict[int, Content | None] = {}
         self.host: dict[int, Content | None] = {}
         self.fails: Callable[[], bool] = lambda: False
+        self.found: deque[Found] = deque()
+        self.saver: deque[Job] = deque()
         self.writer: deque[Job] = deque()
         self.reader: deque[Load] = deque()
         self.over: list[Job] = []
 
     @property
     def pending(self) -> bool:
-        return bool(self.over)
+        return bool(self.over or self.found)
 
     def submit(self, job: Save | Write | Remove | Load) -> None:
         if isinstance(job, Load):
             self.reader.append(job)
         else:
-            self.writer.append(job)
+            (self.saver if isinstance(job, Save) else self.writer).append(job)
+
+    def take_found(self) -> Found | None:
+        return self.found.popleft() if self.found else None
 
     def take(self) -> Iterator[Job]:
         while self.over:
             yield self.over.pop(0)
 
     def advance(self, rng: random.Random) -> None:
-        if self.reader and (not self.writer or rng.random() < 0.5):
+        busy: list[Any] = [some for some in (self.reader, self.saver, self.writer) if some]
+        some = rng.choice(busy) if busy else None
+        if some is self.reader:
             self.read(self.reader[0])
-        elif self.writer:
-            job = self.writer.popleft()
+        elif some is not None:
+            job = some.popleft()
             self.write(job)
             self.over.append(job)
 
     def quiet(self) -> bool:
-        return not (self.writer or self.reader or self.over)
+        return not (self.saver or self.writer or self.reader or self.pending)
 
     def write(self, job: Job) -> None:
         if isinstance(job, Remove):
@@ -191,6 +198,7 @@ class World:
     def answer(self, tokens: list[int], salt: bytes = b"", rng: random.Random | None = None) -> int:
         """A whole request; how many of its tokens were not computed."""
         rng = rng or random.Random(0)
+        self.now += 0.1
         one = self.begin(tokens, salt)
         assert one is not None
         while one.load is not None:
@@ -294,6 +302,7 @@ def disordered(seed: int, policy: str) -> int:
     world.io.fails = lambda: rng.random() < 0.05
     came = 0
     for _ in range(600):
+        world.now += 0.005
         what = rng.random()
         if what < 0.05:
             world.cache.prefetch(Sequence(request(prompt(rng), 1, rng.choice([b"", b"tenant"]))))
@@ -423,7 +432,7 @@ def test_the_head_of_a_prefix_goes_down_first() -> None:
     world = World(64, 64, in_flight=LAYOUT.block_bytes)
     world.answer(list(range(80)))
     world.settle()
-    (job,) = world.io.writer
+    (job,) = world.io.saver
     assert isinstance(job, Save)
     entries = world.tiers.index.walk(b"", pack_tokens(range(80)))
     assert [entry.depth for entry in entries] == list(range(len(job.blocks)))
@@ -439,12 +448,16 @@ def test_a_block_is_written_once_however_slow_the_disk_is() -> None:
             world.io.device[one.blocks[number]] = (b"", one.packed((number + 1) * SIZE))
         one.computed = count
         world.cache.commit(one)
-        while world.io.writer and isinstance(world.io.writer[0], Save):
-            world.io.advance(random.Random(0))
         world.settle()
-        for job in [job for job in world.io.writer if isinstance(job, Write)]:
-            written += [block.digest for block in job.blocks]
-            world.io.writer.remove(job)
+        while world.io.saver:
+            job = world.io.saver.popleft()
+            world.io.write(job)
+            world.io.over.append(job)
+            world.settle()
+        for queued in list(world.io.writer):
+            assert isinstance(queued, Write)
+            written += [block.digest for block in queued.blocks]
+        world.io.writer.clear()
     assert len(written) == len(set(written)) >= 40
 
 
@@ -598,12 +611,16 @@ def test_what_earlier_lives_left_is_found_in_any_order_and_forgotten_by_its_last
     blocks = [item for item in blocks if item[0] is not lost]
     del new.disk.files[lost.digest]
     for start in range(0, len(blocks), 5):
-        new.io.over.append(Found("me", blocks[start : start + 5]))
-    new.io.over.append(Found("me", [], last=True))
+        new.io.found.append(Found("me", blocks[start : start + 5]))
+    new.io.found.append(Found("me", [], last=True))
     new.rest()
-    # What lay behind the lost one leads nowhere.
-    assert len(new.disk.files) == len(new.tiers.index) == 9
+    # What lies behind the lost one leads nowhere, and goes first.
+    assert (len(new.disk.files), len(new.tiers.index)) == (11, 9)
     assert new.tiers.found(b"", pack_tokens(first), 0) == 6
+    assert new.tiers.found(b"", pack_tokens(second), 0) == 3
+    new.answer(list(range(200, 208)))
+    new.rest()
+    assert len(new.disk.files) == 12
     assert new.tiers.found(b"", pack_tokens(second), 0) == 3
     new.answer(list(range(200, 224)))
     new.rest()
@@ -621,7 +638,7 @@ def test_others_files_are_used_and_left_alone() -> None:
     world = World(32, 4, 100)
     assert world.disk is not None
     assert other.disk is not None
-    world.io.over.append(Found("you", blocks))
+    world.io.found.append(Found("you", blocks))
     world.settle()
     world.disk.files = dict(other.disk.files)  # as if these were readable
     assert world.answer([*tokens, 9]) == 16  # host memory has no room for more on its way

@@ -31,8 +31,6 @@ class Tiered:
     def close(self) -> None:
         """End the threads and give the directory back."""
         self.io.stop(5.0)
-        if self.io.disk is not None:
-            self.io.disk.close()
 
     def rest(self) -> None:
         """Wait until nothing goes up or down."""

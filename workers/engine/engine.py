@@ -240,7 +240,8 @@ class Engine:
     def promote(self, request: Request) -> bool:
         """Load what a lower tier has of a prompt, so that it can be lent; a step's plan says when that is over. False
         when there is nothing to load, or no room."""
-        if self.cache.tiers is None:
+        lower = self.cache.tiers
+        if lower is None or not lower.found(request.salt, request.prompt, self.found(request) // self.cache.block_size):
             return False
         sequence = self._new(request, hand_off=False)
         sequence.stage = Stage.BORROWING
@@ -332,6 +333,8 @@ class Engine:
     def attach(self, name: str, config: TiersConfig, journal: Journal | None, wake: Callable[[], object]) -> TierIO:
         """Keep what the pool has no room for in host memory, and on disk under the worker's `name`: after `warm_up`,
         before any request. `wake` is called by other threads when `plan` has something to do. Raises StartError."""
+        if not self.cache.reuse:
+            raise StartError("tiers.host: worker.prefix_cache is off, so there is nothing to keep")
         layout = self.memory.layout
         slots = config.host // layout.block_bytes
         if not slots:

@@ -6,12 +6,12 @@ replaced, so every decoder-only architecture that uses transformers' attention i
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +21,8 @@ from workers.engine.attention import AttentionOptions, Backend, LayerAttention, 
 from workers.engine.batch import Batch
 from workers.engine.linear import pack
 from workers.kv.memory import DTYPES
+
+READ_BYTES = 16 << 20
 
 
 def resolve_device(device: str) -> torch.device:
@@ -49,13 +51,15 @@ def eos_tokens(path: Path, config: PreTrainedConfig) -> frozenset[int]:
 
 
 def identity(path: Path) -> str:
-    """What the weights are, for fingerprints: a digest of config.json and of the weight files' names, sizes and
-    beginnings (a safetensors header lists every tensor). Equal on every host that has the same files."""
-    digest = hashlib.blake2b(digest_size=16)
+    """What the weights are, for fingerprints: a digest (xxh3-128) of config.json and all of the weight files. A part of
+    these would not do: a model that was trained on has the same names, sizes and often the same embeddings. Equal on
+    every host that has the same files."""
+    digest = xxhash.xxh3_128()
     for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
         digest.update(f"{file.name} {file.stat().st_size} ".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(1 << 20))
+        with file.open("rb", buffering=0) as stream:
+            while part := stream.read(READ_BYTES):
+                digest.update(part)
     return digest.hexdigest()
 
 

@@ -113,10 +113,9 @@ class KVCache:
     def prefetch(self, sequence: Sequence) -> None:
         """A queued sequence cannot begin yet: let what is far away come nearer meanwhile."""
         if self.tiers is not None and not sequence.prefetched and self.reuse and not sequence.request.sees_all_rows:
-            sequence.prefetched = True
             tokens = sequence.packed(sequence.length - 1)
             cached = self.radix.peek(sequence.salt, tokens, partial=False) // self.block_size
-            self.tiers.prefetch(sequence.salt, tokens, cached)
+            sequence.prefetched = self.tiers.prefetch(sequence.salt, tokens, cached)
 
     def settled(self) -> list[Sequence]:
         """Let blocks go up and down, between two steps. Returns sequences whose load is over, however it went: what has
@@ -128,7 +127,8 @@ class KVCache:
         for sequence in over:
             done, read = self._stop_loading(sequence)
             sequence.computed += done * self.block_size
-            sequence.loaded = ((done - read) * self.block_size, read * self.block_size)
+            if sequence.cached_tokens is None:  # what comes back after a preemption was no hit
+                sequence.loaded = ((done - read) * self.block_size, read * self.block_size)
             self.commit(sequence)
         return over
 

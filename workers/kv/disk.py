@@ -139,7 +139,7 @@ class DiskStore:
 
     def read(self, owner: str, block: Block, out: memoryview) -> bool:
         """Read a block from the directory of `owner` into `out`. False when it is not there or not exactly that; a bad
-        file of this worker's own is put aside."""
+        file of this worker's own is put aside. Raises OSError when the disk fails: it may be there."""
         path = self._path(owner, block)
         try:
             blockfile.read(path, self._fingerprint, block, out)
@@ -147,8 +147,9 @@ class DiskStore:
                 _touch(path)
         except BadFile as error:
             self._bad(path, error, mine=owner == self.worker)
+            self._siblings.distrust(owner, block.digest)
             return False
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         self.stats.read_blocks += 1
         self.stats.read_bytes += out.nbytes
@@ -176,6 +177,10 @@ class DiskStore:
         for owner, path in self._siblings.news():
             if (block := self._header(path, mine=False)) is not None:
                 yield owner, block
+
+    def vanished(self) -> dict[str, list[bytes]]:
+        """Digests of the blocks that are no longer in the directory of each other worker; see `Siblings.vanished`."""
+        return self._siblings.vanished()
 
     def owner(self, digest: bytes) -> str | None:
         """Some other worker whose directory has a block now."""

@@ -15,6 +15,7 @@ import xxhash
 
 from transfer.channel import Layers
 from transfer.layout import KVLayout
+from workers.config import StartError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,8 +44,12 @@ def _paired(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, i
 
 
 def host_records(slots: int, block_bytes: int, device: torch.device) -> np.ndarray:
-    """Host memory for so many blocks, uint8 `[slots, block_bytes]`; for a CUDA device it is pinned."""
-    records: np.ndarray = torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda").numpy()
+    """Host memory for so many blocks, uint8 `[slots, block_bytes]`, pinned for a CUDA device. Raises StartError."""
+    try:
+        tensor = torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    except RuntimeError as error:
+        raise StartError(f"tiers.host: cannot have {slots * block_bytes} bytes: {str(error).splitlines()[0]}") from None
+    records: np.ndarray = tensor.numpy()
     return records
 
 

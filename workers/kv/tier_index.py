@@ -11,7 +11,7 @@ used a moment later, so that the one to go is never above another one of its tie
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,9 @@ class Entry:
     """One block. `slot` is where host memory has it, or NO_SLOT; `owner` the worker in whose directory it is, or "".
     It counts as there once it is `ready` or has an owner; before that, its bytes are on their way to its slot. While it
     has `pins` it stays in the index, and so does all above it; while it is `held` somebody uses its slot or its file.
-    It is `writing` while it goes to a file; `coming` is the load that brings it from its file to its slot, and its
-    number there. Before `keep_until` a tier gives it up only when it has nothing else. `key` is its chain key, as
-    summaries have it."""
+    It is `old` until it is used, if it was found on disk, and `writing` while it goes to a file; `coming` is the load
+    that brings it from its file to its slot, and its number there. Before `keep_until` a tier gives it up only when it
+    has nothing else. `key` is its chain key, as summaries have it."""
 
     __slots__ = (
         "children",
@@ -41,6 +41,7 @@ class Entry:
         "held",
         "keep_until",
         "key",
+        "old",
         "owner",
         "parent",
         "pins",
@@ -65,6 +66,7 @@ class Entry:
         self.pins = 0
         self.held = 0
         self.writing = False
+        self.old = False
         self.keep_until = 0.0
         self.coming: tuple[Load, int] | None = None
         self.gone = False
@@ -110,40 +112,37 @@ class Recency:
 
     def __init__(self, may: Callable[[Entry], bool]) -> None:
         self._may = may
-        self._salts: dict[bytes, OrderedDict[Entry, int]] = {}
-        self._now = 0
-        self._count = 0
+        self._all: OrderedDict[Entry, None] = OrderedDict()
+        self._salts: dict[bytes, OrderedDict[Entry, None]] = {}
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._all)
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry in self._salts.get(entry.salt, ())
+        return entry in self._all
 
     def count(self, salt: bytes) -> int:
         """Entries of a salt."""
         return len(self._salts.get(salt, ()))
 
-    def use(self, entry: Entry, add: bool = False) -> None:
-        """An entry is used now; with `add` it may be new here."""
-        mine = self._salts.get(entry.salt)
-        if mine is None:
-            if not add:
-                return
-            mine = self._salts[entry.salt] = OrderedDict()
-        if entry not in mine:
-            if not add:
-                return
-            self._count += 1
-        self._now += 1
-        mine[entry] = self._now
-        mine.move_to_end(entry)
+    def add(self, entry: Entry, last: bool = True) -> None:
+        """An entry is here from now on, as used now, or with `last` off as used before all others."""
+        mine = self._salts.setdefault(entry.salt, OrderedDict())
+        for some in (self._all, mine):
+            some[entry] = None
+            some.move_to_end(entry, last)
+
+    def use(self, entry: Entry) -> None:
+        """An entry is used now, if it is here."""
+        if entry in self._all:
+            self._all.move_to_end(entry)
+            self._salts[entry.salt].move_to_end(entry)
 
     def remove(self, entry: Entry) -> None:
         """An entry is not here any more."""
-        mine = self._salts.get(entry.salt)
-        if mine is not None and mine.pop(entry, None) is not None:
-            self._count -= 1
+        if entry in self._all:
+            mine = self._salts[entry.salt]
+            del self._all[entry], mine[entry]
             if not mine:
                 del self._salts[entry.salt]
 
@@ -151,25 +150,12 @@ class Recency:
         """Entries that may leave, of one salt or of all, those first that were used least lately, and last of all those
         to be kept. Not to be changed meanwhile."""
         kept: list[Entry] = []
-        for entry in filter(self._may, self._salts.get(salt, ()) if salt is not None else self._merged()):
+        for entry in filter(self._may, self._all if salt is None else self._salts.get(salt, ())):
             if entry.keep_until > now:
                 kept.append(entry)
             else:
                 yield entry
         yield from kept
-
-    def _merged(self) -> Iterator[Entry]:
-        """Those of all salts, in the order of their last use."""
-        heads = {one: iter(entries.items()) for one, entries in self._salts.items()}
-        firsts = {one: item for one, rest in heads.items() if (item := next(rest, None)) is not None}
-        while firsts:
-            one = min(firsts, key=lambda name: firsts[name][1])
-            entry, _ = firsts[one]
-            yield entry
-            if (item := next(heads[one], None)) is None:
-                del firsts[one]
-            else:
-                firsts[one] = item
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +233,7 @@ class TierIndex:
         """The slots of these entries, each behind the one before, have their bytes."""
         for entry in entries:
             entry.ready = True
-            self.host.use(entry, add=True)
+            self.host.add(entry)
         if entries:
             self.touch(entries[-1])
 
@@ -258,13 +244,31 @@ class TierIndex:
         for entry, owner in zip(entries, owners, strict=False):
             entry.owner = owner
             if owner == self.owner:
-                self.disk.use(entry, add=True)
+                self.disk.add(entry)
         if entry is not None:
             self.touch(entry)
+
+    def discovered(self, entry: Entry, owner: str) -> None:
+        """A file that was there before, in the directory of `owner`, has an entry's bytes. Nobody uses it now."""
+        entry.owner, entry.old = owner, True
+        if owner == self.owner:
+            self.disk.add(entry, last=False)
+
+    def in_order(self, entries: Iterable[Entry]) -> None:
+        """The order in which discovered entries were last used, the latest first. They come before all that has been
+        used since."""
+        placed: set[Entry] = set()
+        for entry in entries:
+            path = entry.path()
+            for one in reversed(path):
+                if one.old and one not in placed and one in self.disk:
+                    placed.add(one)
+                    self.disk.add(one, last=False)
 
     def touch(self, entry: Entry) -> None:
         """A request uses the prefix that ends with an entry."""
         for one in entry.path():
+            one.old = False
             self.host.use(one)
             self.disk.use(one)
 

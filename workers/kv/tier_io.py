@@ -1,8 +1,9 @@
 """TierIO: the threads that move blocks between the tiers. They decide nothing: the engine's thread gives them jobs, and
 takes back what became of them (see workers/kv/tiers.py).
 
-One thread copies to host memory, writes and deletes files; another brings blocks back, so that no request waits behind
-what is written. A third one reads the headers of what lies on disk, a bounded number a second.
+One thread copies to host memory, one writes and deletes files, one brings blocks back: what a disk takes its time for
+holds up neither the others nor a request. A fourth one reads the headers of what lies on disk, a bounded number a
+second.
 """
 
 from __future__ import annotations
@@ -96,14 +97,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Blocks that lie in the directory of a worker, and when they were last used. With `last` there are no more."""
+    """Blocks that lie in the directory of a worker, and when they were last used; and digests of files that are not
+    there any more. With `last` all that was there at the start has been found."""
 
     owner: str
     blocks: list[tuple[Block, float]]
+    gone: list[bytes] = field(default_factory=list)
     last: bool = False
 
 
-Job = Save | Write | Remove | Load | Found
+Job = Save | Write | Remove | Load
 EXTENT = 16
 """Blocks that are copied at a time: between two of them a load can be stopped."""
 AHEAD = 6
@@ -122,10 +125,13 @@ class TierIO:
         self._records = records
         self._wake = wake
         self._done: deque[Job] = deque()
+        self._found: deque[Found] = deque()
+        self._saves: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._threads = [
+            threading.Thread(target=self._run, args=(self._saves, NICE), name="tier-saver", daemon=True),
             threading.Thread(target=self._run, args=(self._writes, NICE), name="tier-writer", daemon=True),
             threading.Thread(target=self._run, args=(self._loads, 0), name="tier-reader", daemon=True),
         ]
@@ -137,25 +143,34 @@ class TierIO:
     @property
     def pending(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._done)
+        return bool(self._done or self._found)
 
     def submit(self, job: Save | Write | Remove | Load) -> None:
         """Have a job done after those of its kind that were given before."""
-        (self._loads if isinstance(job, Load) else self._writes).put(job)
+        if isinstance(job, Load):
+            self._loads.put(job)
+        else:
+            (self._saves if isinstance(job, Save) else self._writes).put(job)
 
     def take(self) -> Iterator[Job]:
-        """Jobs that are over, and what was found on disk, in order. For the engine's thread."""
+        """Jobs that are over, those of each kind in order. For the engine's thread, like `take_found`."""
         while self._done:
             yield self._done.popleft()
 
+    def take_found(self) -> Found | None:
+        """Some of what was found on disk."""
+        return self._found.popleft() if self._found else None
+
     def stop(self, timeout: float) -> None:
-        """End the threads after the jobs that are queued."""
+        """End the threads after the jobs that are queued, and give the directory back."""
         self._stopping.set()
-        for jobs in (self._writes, self._loads):
+        for jobs in (self._saves, self._writes, self._loads):
             jobs.put(None)
         until = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
+        if self.disk is not None:
+            self.disk.close()
 
     # --- the threads --------------------------------------------------------------------------------------------
 
@@ -170,7 +185,8 @@ class TierIO:
                 _log.exception("%s failed", type(job).__name__.lower())
             if isinstance(job, Load):
                 job.finished = True
-            self._tell(job)
+            self._done.append(job)
+            self._wake()
 
     def _do(self, job: Job) -> None:
         if isinstance(job, Load):
@@ -229,17 +245,24 @@ class TierIO:
             earlier, number = part.after
             return earlier.read > number
         if part.owner and self.disk is not None:
-            job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records[part.slot]))
+            try:
+                job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records[part.slot]))
+            except OSError as error:
+                _log.warning("cannot read from disk: %s", error)
+                return False
         return not job.failed
 
     def _scan(self, disk: DiskStore) -> None:
+        """Others' blocks first: this worker's own may go on from them."""
         os.nice(NICE)
         try:
+            self._report((owner, block, 0.0) for owner, block in disk.others())
             self._report((disk.worker, block, used) for block, used in disk.own())
             self._tell(Found(disk.worker, [], last=True))
-            while not self._stopping.is_set():
+            while not self._stopping.wait(OTHERS_S):
                 self._report((owner, block, 0.0) for owner, block in disk.others())
-                self._stopping.wait(OTHERS_S)
+                for owner, digests in disk.vanished().items():
+                    self._tell(Found(owner, [], digests))
         except Exception:
             _log.exception("cannot look through %s", disk.path)
 
@@ -258,6 +281,6 @@ class TierIO:
         for owner, blocks in batch.items():
             self._tell(Found(owner, blocks))
 
-    def _tell(self, job: Job) -> None:
-        self._done.append(job)
+    def _tell(self, found: Found) -> None:
+        self._found.append(found)
         self._wake()

@@ -22,7 +22,7 @@ from transfer.gossip.summary import DISK, HOST
 from transfer.layout import KVLayout
 from transfer.messages import TierStats, TierStatus
 from workers.config import TiersConfig
-from workers.kv.blockfile import Block
+from workers.kv.discovery import Discovery
 from workers.kv.disk import DiskStore
 from workers.kv.journal import Journal
 from workers.kv.pool import BlockPool
@@ -49,7 +49,8 @@ WEIGHT = 0.3
 """Of the newest load in the running mean of a speed."""
 MAX_PREFETCHES = 4
 MAX_OFFERS = 1024
-MAX_ORPHANS = 100_000
+AHEAD_S = 0.02
+"""How often write-back looks at what will be evicted."""
 VICTIMS = 8
 """Leaves of the tree that write-back copies ahead of their eviction, at a time."""
 
@@ -68,6 +69,9 @@ class IO(Protocol):
 
     def take(self) -> Iterable[Job]:
         """What is over."""
+
+    def take_found(self) -> Found | None:
+        """What was found on disk, a few blocks at a time."""
 
 
 class Tiers:
@@ -106,9 +110,7 @@ class Tiers:
         self._saving = self._writing = self._removing = 0
         self._late: set[int] = set()
         self._write_at = self._ahead_at = 0.0
-        self._orphans: dict[bytes, list[tuple[str, Block, float]]] = {}
-        self._orphaned = 0
-        self._earlier: list[tuple[float, Entry]] = []
+        self._discovery = Discovery(self.index)
         self._speeds = {HOST: 0.0, DISK: 0.0}
         self._tried = {HOST: 0.0, DISK: 0.0}
 
@@ -156,6 +158,8 @@ class Tiers:
         room left."""
         for job in self._io.take():
             self._take_in(job)
+        if (found := self._io.take_found()) is not None:
+            self._discovered(found)
         if self.policy == "write-back":
             self._look_ahead(pressed)
         while self._offers and self._saving < self._most and self._save(*self._offers.popleft()):
@@ -172,13 +176,15 @@ class Tiers:
         """Copy what will be evicted soon, from the device and from host memory, while there is still time."""
         if self._clock() < self._ahead_at:
             return
+        self._ahead_at = self._clock() + AHEAD_S
         if pressed and not self._saves and not self._offers:
             for node in self._radix.least(VICTIMS):
                 salt, tokens = self._radix.prefix(node)
                 if len(self.index.walk(salt, tokens)) * self._step < len(tokens):
                     self.offer(salt, tokens)
         if self._writable() is not None and not self._writes and self.host.free * 4 < self.host.total:
-            kept = (one for one in self.index.host.oldest(self._clock()) if not one.owner)
+            oldest = islice(self.index.host.oldest(self._clock()), self._most)
+            kept = (one for one in oldest if not one.owner and not one.writing)
             if (entry := next(kept, None)) is not None:
                 self._to_write.append(entry)
 
@@ -259,6 +265,7 @@ class Tiers:
         self._announce(chain[: len(job.owners)], DISK)
         if len(job.owners) < len(chain):
             self._write_at = self._clock() + PAUSE_S
+            self._to_write.append(chain[-1])
         self._forget(self.index.let_go(chain))
 
     def _make_room(self, disk: DiskStore, blocks: int, salt: bytes) -> None:
@@ -266,6 +273,9 @@ class Tiers:
         share = int(self._config.tenant_share * disk.limit)
         excess = (self.index.disk.count(salt) + blocks) * disk.cost - share
         over = disk.usage - disk.strays + (self._writing + blocks - self._removing) * disk.cost - disk.limit
+        if over > 0 and (useless := self._discovery.useless(-(-over // disk.cost))):
+            over -= len(useless) * disk.cost
+            self._remove(useless)
         now = self._clock()
         self._delete(self.index.disk.oldest(now, salt), -(-excess // disk.cost))
         self._delete(self.index.disk.oldest(now), -(-over // disk.cost) - max(0, -(-excess // disk.cost)))
@@ -306,11 +316,14 @@ class Tiers:
         if entry.ready:  # otherwise it is told when it leaves the index, with all below it
             self._tell_gone([entry], DISK)
 
+    def _remove(self, digests: list[bytes]) -> None:
+        self._removing += len(digests)
+        self._io.submit(Remove(digests))
+
     def _forget(self, dropped: Dropped) -> None:
         self.host.release(dropped.slots)
         if dropped.files:
-            self._removing += len(dropped.files)
-            self._io.submit(Remove(dropped.files))
+            self._remove(dropped.files)
         if self._journal is not None and (keys := self._checkpoints(dropped.entries)):
             self._journal.lost(keys)
 
@@ -329,13 +342,16 @@ class Tiers:
         entries = self._behind(path, blocks)
         return entries[: self._worth(entries, len(tokens) // self._step - blocks)] if entries else []
 
-    def prefetch(self, salt: bytes, tokens: bytes, blocks: int) -> None:
+    def prefetch(self, salt: bytes, tokens: bytes, blocks: int) -> bool:
         """A request that waits will use the prefix `tokens`: bring what only a disk has of it to host memory, unless it
-        had better be computed."""
-        if len(self._loads) < MAX_PREFETCHES and (entries := self.find(salt, tokens, blocks)):
-            first = next((number for number, one in enumerate(entries) if not one.ready and one.coming is None), None)
-            if first is not None:
-                self.load(entries[first:], ())
+        had better be computed. False when there is too much under way to look at it now."""
+        if len(self._loads) >= MAX_PREFETCHES:
+            return False
+        entries = self.find(salt, tokens, blocks)
+        first = next((number for number, one in enumerate(entries) if not one.ready and one.coming is None), None)
+        if first is not None:
+            self.load(entries[first:], ())
+        return True
 
     def load(self, entries: list[Entry], targets: Sequence[int]) -> Load | None:
         """Begin to load what was found to the device blocks `targets`, or only to host memory if there are none; None
@@ -357,7 +373,7 @@ class Tiers:
             if not one.ready and one.coming is None:
                 one.coming = job, number
         expected = START_S + sum(self._seconds(one) for one in entries)
-        job.until = self._clock() + PATIENCE * expected + GRACE_S
+        job.until = self._clock() + PATIENCE * (expected + self._before()) + GRACE_S
         self._loads[id(job)] = entries
         self._io.submit(job)
         return job
@@ -390,8 +406,7 @@ class Tiers:
         if not self._config.guard or not self.prompt_tokens_s:
             return len(entries)
         computing = self._layout.block_size / self.prompt_tokens_s
-        waiting = sum(self._seconds(one) for some in self._loads.values() for one in some)
-        best, soonest, loading = 0, wanted * computing, START_S + waiting
+        best, soonest, loading = 0, wanted * computing, START_S + self._before()
         for number, entry in enumerate(entries, 1):
             loading += self._seconds(entry)
             if loading + (wanted - number) * computing < soonest:
@@ -402,6 +417,10 @@ class Tiers:
                 self._tried[tier] = self._clock()
                 best = min(best + TRIED_BLOCKS, len(entries))
         return best
+
+    def _before(self) -> float:
+        """What the loads that have been begun are expected to take together."""
+        return sum(self._seconds(one) for some in self._loads.values() for one in some)
 
     def _seconds(self, entry: Entry) -> float:
         """What loading a block is expected to take."""
@@ -459,49 +478,19 @@ class Tiers:
             self._written(job)
         elif isinstance(job, Load):
             self._loaded(job)
-        elif isinstance(job, Remove):
-            self._removing -= len(job.digests)
         else:
-            self._discovered(job)
+            self._removing -= len(job.digests)
 
     def _discovered(self, found: Found) -> None:
-        """Blocks on disk, in no order: those whose beginnings are not known yet wait for them."""
+        for digest in found.gone:
+            entry = self.index.by_digest(digest)
+            if entry is not None and entry.owner == found.owner and not entry.held:
+                self._leave_disk(entry)
         for block, used in found.blocks:
-            todo = [(found.owner, block, used)]
-            for one in todo:
-                todo.extend(self._attach(*one))
+            for entry in self._discovery.found(found.owner, block, used):
+                self._announce([entry], DISK)
         if found.last:
-            self._order()
-
-    def _attach(self, owner: str, block: Block, used: float) -> list[tuple[str, Block, float]]:
-        """Make a block on disk findable; returns those that waited for it."""
-        entry = self.index.link(block)
-        if entry is None:
-            if self._orphaned < MAX_ORPHANS:
-                self._orphaned += 1
-                self._orphans.setdefault(block.parent, []).append((owner, block, used))
-            return []
-        if not entry.owner:
-            self.index.written([entry], [owner])
-            self._announce([entry], DISK)
-            if owner == self.index.owner:
-                self._earlier.append((used, entry))
-        waited = self._orphans.pop(block.digest, [])
-        self._orphaned -= len(waited)
-        return waited
-
-    def _order(self) -> None:
-        """All that earlier lives left is known: what was used last goes last, and what nothing leads to goes now."""
-        for _, entry in sorted(self._earlier, key=lambda item: item[0]):
-            if not entry.gone and not entry.children:
-                self.index.touch(entry)
-        self._earlier = []
-        waiting = [one for some in self._orphans.values() for one in some]
-        mine = [block.digest for owner, block, _ in waiting if owner == self.index.owner]
-        self._orphans, self._orphaned = {}, 0
-        if mine:
-            self._removing += len(mine)
-            self._io.submit(Remove(mine))
+            self._discovery.complete()
 
     def _announce(self, entries: Sequence[Entry], tier: int) -> None:
         """Tell that these entries, each behind the one before, are in a tier. If one above them got lost on its way,
