@@ -629,6 +629,94 @@ def test_what_earlier_lives_left_is_found_in_any_order_and_forgotten_by_its_last
     new.balance()
 
 
+def test_what_others_delete_is_forgotten() -> None:
+    other = World(32, 32, 100)
+    tokens = list(range(24))
+    other.answer(tokens)
+    other.rest()
+    blocks = [one.block for one in other.tiers.index.entries()]
+    world = World(32, 32, 100)
+    world.io.found.append(Found("you", [(block, 0.0) for block in blocks]))
+    world.settle()
+    assert world.tiers.found(b"", pack_tokens(tokens), 0) == 6
+    world.io.found.append(Found("you", [], [blocks[3].digest, bytes(16)]))
+    world.settle()
+    assert world.tiers.found(b"", pack_tokens(tokens), 0) == 3
+    assert len(world.tiers.index) == 3
+
+
+def test_a_block_whose_beginning_another_worker_has_is_not_useless() -> None:
+    old = World(32, 32, 100)
+    tokens = list(range(24))
+    old.answer(tokens)
+    old.rest()
+    blocks = sorted((one.block for one in old.tiers.index.entries()), key=lambda block: block.depth)
+    world = World(32, 32, 100)
+    world.io.found.append(Found("me", [(block, 0.0) for block in blocks[3:]]))
+    world.io.found.append(Found("me", [], last=True))
+    world.rest()
+    assert world.tiers.found(b"", pack_tokens(tokens), 0) == 0
+    world.io.found.append(Found("you", [(block, 0.0) for block in blocks[:3]]))
+    world.rest()
+    assert world.tiers.found(b"", pack_tokens(tokens), 0) == 6
+
+
+def test_what_this_life_has_used_goes_after_what_earlier_ones_left() -> None:
+    old = World(32, 32, 100)
+    earlier = list(range(24))
+    old.answer(earlier)
+    old.rest()
+    assert old.disk is not None
+    world = World(32, 32, 11)
+    assert world.disk is not None
+    world.disk.files = dict(old.disk.files)
+    now = list(range(100, 116))
+    world.answer(now)
+    world.rest()
+    world.io.found.append(Found("me", [(one.block, 5.0) for one in old.tiers.index.entries()]))
+    world.io.found.append(Found("me", [], last=True))
+    world.rest()
+    world.answer(list(range(200, 216)))
+    world.rest()
+    world.forget_device()
+    assert len(world.tiers.index.walk(b"", pack_tokens(now))) == 4
+    assert len(world.tiers.index.walk(b"", pack_tokens(earlier))) == 3
+
+
+def test_what_could_not_be_written_is_written_later() -> None:
+    world = World(32, 32, 100)
+    assert world.disk is not None
+    failing = world.disk.put
+    world.disk.put = lambda *_: False  # type: ignore[method-assign]
+    world.answer(list(range(24)))
+    world.rest()
+    assert not world.disk.files
+    world.disk.put = failing  # type: ignore[method-assign]
+    world.now += 2
+    world.rest()
+    assert len(world.disk.files) == 6
+    world.balance()
+
+
+def test_loads_behind_others_have_time_to_wait() -> None:
+    world = World(64, 64, layout=MB_BLOCK)
+    prompts = [[start] * 36 for start in range(5)]
+    for tokens in prompts:
+        world.answer(tokens)
+        world.rest()
+    world.forget_device()
+    world.tiers._measure(HOST, 1, 0.02)  # 20 ms a block
+    waiting = [one for tokens in prompts if (one := world.begin(tokens)) is not None]
+    assert all(one.load is not None for one in waiting)
+    for one in waiting:
+        while one.load is not None:
+            world.now += 0.02
+            world.io.advance(random.Random(0))
+            world.settle()
+    assert world.tiers.stats.given_up == 0
+    assert [one.computed for one in waiting] == [32] * 5
+
+
 def test_others_files_are_used_and_left_alone() -> None:
     other = World(32, 32, 100)
     tokens = list(range(24))

@@ -85,11 +85,11 @@ def answer(one: Engine, prompt: list[int], salt: bytes = b"") -> tuple[list[int]
 
 def main() -> None:
     """Answer, a line each: the tokens and how many of the prompt were cached."""
-    model, path, seed, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    model, path, count, first = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     one = tiered(Model(model, "float32", "cpu"), BLOCKS // 10, 3 * BLOCKS // 10, BLOCKS * 2, path)
     time.sleep(0.2)
-    for prompt in prompts(seed, count):
+    for prompt in prompts(4, count)[first:]:
         tokens, last = answer(one.engine, prompt)
         sys.stdout.write(json.dumps({"tokens": tokens, "cached": last.cached_tokens}) + "\n")
         sys.stdout.flush()
