@@ -330,7 +330,8 @@ class TierStats:
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     """A worker's tiers below the device: blocks that host memory has room for and holds, and that it has on disk with
-    the bytes that they take there; some are `under_way`. `read_only` while nothing can be written to disk."""
+    the bytes that they take there; some are `under_way`. `read_only` while nothing can be written to disk; files that
+    were not what they should be, and writes that failed, are counted."""
 
     host_blocks: int
     host_cached: int
@@ -338,6 +339,8 @@ class TierStatus:
     disk_bytes: int
     under_way: int
     read_only: bool
+    bad_files: int
+    write_errors: int
     stats: TierStats
 
 

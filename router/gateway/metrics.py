@@ -27,6 +27,9 @@ prediction_error = _meter.create_histogram(
 duration = _meter.create_histogram("headwater_request_duration", unit="s", description="from arrival to the end")
 
 
+TIER_PROBLEMS = ("bad_files", "write_errors")
+
+
 def observe(view: View, in_flight: Callable[[], int]) -> None:
     """Register gauges over the router's view of the workers and the gateway's running requests."""
 
@@ -58,13 +61,15 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
     def tier_blocks(view: View) -> Iterable[Observation]:
         for worker in view.workers.values():
             if worker.status and worker.alive and (tiers := worker.status.tiers) is not None:
-                for state in ("host_blocks", "host_cached", "disk_cached", "under_way"):
+                for state in ("host_blocks", "host_cached", "disk_cached", "under_way", "read_only"):
                     yield Observation(getattr(tiers, state), {"worker": worker.name, "state": state})
 
     def tier_work(view: View) -> Iterable[Observation]:
         for worker in view.workers.values():
             if worker.status is not None and (tiers := worker.status.tiers) is not None:
-                for kind, number in asdict(tiers.stats).items():
+                for kind, number in (
+                    asdict(tiers.stats) | {name: getattr(tiers, name) for name in TIER_PROBLEMS}
+                ).items():
                     yield Observation(number, {"worker": worker.name, "kind": kind})
 
     def alive(view: View) -> Iterable[Observation]:
@@ -95,7 +100,8 @@ def observe(view: View, in_flight: Callable[[], int]) -> None:
     _meter.create_observable_gauge(
         "headwater_tier_blocks",
         [workers(tier_blocks)],
-        description="blocks below the device: room of host memory, cached there, cached on disk, under way",
+        description="blocks below the device: room of host memory, cached there, cached on disk, under way; read_only "
+        "is 1 while nothing can be written to disk",
     )
     _meter.create_observable_counter(
         "headwater_tier_work", [workers(tier_work)], description="what the tiers below the device did, by kind"

@@ -136,6 +136,8 @@ class Tiers:
             disk_bytes=disk.usage if disk is not None else 0,
             under_way=self._saving + self._writing + sum(map(len, list(self._loads.values()))),
             read_only=disk is not None and disk.stats.read_only,
+            bad_files=disk.stats.bad_files if disk is not None else 0,
+            write_errors=disk.stats.write_errors if disk is not None else 0,
             stats=replace(self.stats),
         )
 
