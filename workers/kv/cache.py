@@ -93,7 +93,7 @@ class KVCache:
         elif partial:
             self._copy_partial(sequence, partial)
         if match and self.tiers and self.tiers.policy == "selective" and match.node.uses >= self.tiers.hits:
-            self.tiers.offer(sequence.salt, sequence.packed(len(matched) * self.block_size))
+            self.tiers.offer(sequence.id, sequence.salt, sequence.packed(len(matched) * self.block_size))
         return True
 
     def load(self, sequence: Sequence, tokens: int) -> bool:
@@ -203,7 +203,7 @@ class KVCache:
             self.pool.release(done.duplicates)
         self.pool.release(done.superseded, CACHED)
         if self.tiers is not None and self.tiers.policy == "write-through":
-            self.tiers.offer(sequence.salt, tokens)
+            self.tiers.offer(sequence.id, sequence.salt, tokens)
 
     def release(self, sequence: Sequence, quarantine: Iterable[int] = ()) -> list[int]:
         """Give up a sequence's table: unpin what it shares, free the rest. Private blocks listed in `quarantine` are
@@ -215,7 +215,7 @@ class KVCache:
             self.radix.protect(sequence.node, priority, keep_until)
         if self.tiers is not None and keep_s and sequence.shared_blocks:
             tokens = sequence.packed(sequence.shared_blocks * self.block_size)
-            self.tiers.offer(sequence.salt, tokens, keep_until)
+            self.tiers.offer(sequence.id, sequence.salt, tokens, keep_until)
         if self._keep_tail(sequence, kept, priority, keep_until):
             sequence.blocks.pop(sequence.shared_blocks)
         if sequence.load is not None:

@@ -318,7 +318,9 @@ def _touch(path: str) -> None:
 def _occupy(path: Path, directory: str) -> int:
     """Make a worker's directory, and lock it. Raises StartError."""
     try:
-        os.makedirs(directory, exist_ok=True)
+        os.makedirs(path, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(directory, 0o700)  # headers have the tokens of prompts
         lock = take_lock(directory, LOCK_WAIT_S)
     except (FileExistsError, NotADirectoryError):
         raise StartError(f"tiers.disk_path: {path} is not a directory, or {directory} is not") from None

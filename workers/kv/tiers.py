@@ -11,9 +11,9 @@ on as make the prompt ready first. A load that takes much longer than expected i
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
 
@@ -74,6 +74,15 @@ class IO(Protocol):
         """What was found on disk, a few blocks at a time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A prefix that is to be copied down, and until when it is to be kept."""
+
+    salt: bytes
+    tokens: bytes
+    keep_until: float
+
+
 class Tiers:
     """Host memory of `slots` blocks, and what `io` has of a disk, below the tree `radix` of the worker `name`."""
 
@@ -102,7 +111,7 @@ class Tiers:
         self._clock = clock
         self._step = layout.block_size * TOKEN_BYTES
         self._most = max(1, config.in_flight // layout.block_bytes)
-        self._offers: deque[tuple[bytes, bytes, float]] = deque(maxlen=MAX_OFFERS)
+        self._offers: OrderedDict[str, _Offer] = OrderedDict()
         self._to_write: deque[Entry] = deque(maxlen=MAX_OFFERS)
         self._saves: dict[int, tuple[list[Entry], Node]] = {}
         self._writes: dict[int, list[Entry]] = {}
@@ -148,12 +157,17 @@ class Tiers:
 
     # --- down ---------------------------------------------------------------------------------------------------
 
-    def offer(self, salt: bytes, tokens: bytes, keep_until: float = 0.0) -> None:
-        """Have the cached prefix of packed `tokens` copied down, when there is time for it. Before `keep_until` it is
-        only evicted from there when nothing else can be."""
-        if len(self._offers) == self._offers.maxlen:
+    def offer(self, name: str, salt: bytes, tokens: bytes, keep_until: float = 0.0) -> None:
+        """Have the cached prefix of packed `tokens` copied down, when there is time for it; it takes the place of what
+        was offered under the same `name`. Before `keep_until` it is only evicted from there when nothing else can
+        be."""
+        before = self._offers.get(name)
+        if before is not None:
+            keep_until = max(keep_until, before.keep_until)
+        elif len(self._offers) == MAX_OFFERS:
+            self._offers.popitem(last=False)
             self.stats.skipped += 1
-        self._offers.append((salt, tokens, keep_until))
+        self._offers[name] = _Offer(salt, tokens, keep_until)
 
     def pump(self, pressed: bool) -> None:
         """Take in what is over, and begin what may be begun. Called between two steps. `pressed`: the device has little
@@ -164,7 +178,7 @@ class Tiers:
             self._discovered(found)
         if self.policy == "write-back":
             self._look_ahead(pressed)
-        while self._offers and self._saving < self._most and self._save(*self._offers.popleft()):
+        while self._offers and self._saving < self._most and self._save(*self._offers.popitem(last=False)):
             pass
         while self._to_write and self._writing < self._most and (disk := self._writable()) is not None:
             self._write(disk, self._to_write.popleft())
@@ -183,15 +197,16 @@ class Tiers:
             for node in self._radix.least(VICTIMS):
                 salt, tokens = self._radix.prefix(node)
                 if len(self.index.walk(salt, tokens)) * self._step < len(tokens):
-                    self.offer(salt, tokens)
+                    self.offer(f"leaf {id(node)}", salt, tokens)
         if self._writable() is not None and not self._writes and self.host.free * 4 < self.host.total:
             oldest = islice(self.index.host.oldest(self._clock()), self._most)
             kept = (one for one in oldest if not one.owner and not one.writing)
             if (entry := next(kept, None)) is not None:
                 self._to_write.append(entry)
 
-    def _save(self, salt: bytes, tokens: bytes, keep_until: float) -> bool:
+    def _save(self, name: str, offer: _Offer) -> bool:
         """Copy what is not below yet, some blocks at a time. False when that has to wait for what is under way."""
+        salt, tokens, keep_until = offer.salt, offer.tokens, offer.keep_until
         match = self._radix.match(salt, tokens)
         known = self.index.walk(salt, tokens[: len(match.blocks) * self._step])
         wanted = match.blocks[len(known) :]
@@ -220,7 +235,8 @@ class Tiers:
         if known:
             self._forget(self.index.unpin(known[-1]))
         if waits or 0 < len(slots) < len(wanted):
-            self._offers.appendleft((salt, tokens, keep_until))
+            self._offers.setdefault(name, offer)
+            self._offers.move_to_end(name, last=False)
         elif not slots:
             self.stats.skipped += 1
             self._ahead_at = self._clock() + PAUSE_S
