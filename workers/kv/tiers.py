@@ -27,6 +27,7 @@ from workers.kv.disk import DiskStore
 from workers.kv.journal import Journal
 from workers.kv.pool import BlockPool
 from workers.kv.radix import TOKEN_BYTES, Node, RadixCache
+from workers.kv.records import RecordLayout
 from workers.kv.tier_index import NO_SLOT, Dropped, Entry, TierIndex
 from workers.kv.tier_io import EXTENT, Found, Job, Load, Part, Remove, Save, Write
 
@@ -84,7 +85,10 @@ class Tiers:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.index = TierIndex(layout.fingerprint, name, layout.block_size * TOKEN_BYTES)
+        records = RecordLayout(layout, config.format)
+        self._record_bytes = records.record_bytes
+        self._step = layout.block_size * TOKEN_BYTES
+        self.index = TierIndex(layout.fingerprint, records.fingerprint, name, self._step)
         self.host = BlockPool(slots)
         self.stats = TierStats()
         self.prompt_tokens_s = 0.0
@@ -96,8 +100,7 @@ class Tiers:
         self._io = io
         self._journal = journal
         self._clock = clock
-        self._step = layout.block_size * TOKEN_BYTES
-        self._most = max(1, config.in_flight // layout.block_bytes)
+        self._most = max(1, config.in_flight // self._record_bytes)
         self._offers: deque[tuple[bytes, bytes, float]] = deque(maxlen=MAX_OFFERS)
         self._to_write: deque[Entry] = deque(maxlen=MAX_OFFERS)
         self._saves: dict[int, tuple[list[Entry], Node]] = {}
@@ -116,18 +119,19 @@ class Tiers:
 
     @property
     def host_bytes_s(self) -> float:
-        """Measured; 0 while unknown."""
-        return self._speeds[HOST]
+        """Measured, in bytes that come to the device; 0 while unknown."""
+        return self._speeds[HOST] * self._layout.block_bytes / self._record_bytes
 
     @property
     def disk_bytes_s(self) -> float:
-        """Measured; 0 while unknown."""
-        return self._speeds[DISK]
+        """Measured, in the same bytes; 0 while unknown."""
+        return self._speeds[DISK] * self._layout.block_bytes / self._record_bytes
 
     def status(self) -> TierStatus:
         """What is where. Other threads call this, too."""
         disk = self._io.disk
         return TierStatus(
+            format=self._config.format,
             host_blocks=self.host.total,
             host_cached=len(self.index.host),
             disk_cached=len(self.index.disk),
@@ -405,7 +409,7 @@ class Tiers:
 
     def _seconds(self, entry: Entry) -> float:
         """What loading a block is expected to take."""
-        size = self._layout.block_bytes
+        size = self._record_bytes
         host = size / (self._speeds[HOST] or HOST_BYTES_S)
         return host if entry.ready else host + size / (self._speeds[DISK] or DISK_BYTES_S)
 
@@ -447,7 +451,7 @@ class Tiers:
     def _measure(self, tier: int, blocks: int, seconds: float) -> None:
         if blocks and seconds > 0:
             self._tried[tier] = self._clock()
-            speed, before = blocks * self._layout.block_bytes / seconds, self._speeds[tier]
+            speed, before = blocks * self._record_bytes / seconds, self._speeds[tier]
             self._speeds[tier] = before + WEIGHT * (speed - before) if before else speed
 
     # --- what is told -------------------------------------------------------------------------------------------
