@@ -326,11 +326,15 @@ class TierStats:
     given_up: int = 0
 
 
+EXACT = "exact"
+"""The format of blocks that come back as they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A worker's tiers below the device: the `format` of blocks there (in that called `exact` they come back as they
-    were), blocks that host memory has room for and holds, and that it has on disk with the bytes that they take there;
-    some are `under_way`. `read_only` while nothing can be written to disk."""
+    """A worker's tiers below the device: the `format` of blocks there, blocks that host memory has room for and holds,
+    and that it has on disk with the bytes that they take there; some are `under_way`. `read_only` while nothing can be
+    written to disk."""
 
     format: str
     host_blocks: int

@@ -57,6 +57,11 @@ class TiersConfig(BaseModel):
     guard: bool = Field(True, description="compute what is not faster to load")
     tenant_share: float = Field(1.0, gt=0, le=1, description="most of a tier that one tenant may fill")
 
+    @property
+    def lossy(self) -> bool:
+        """Whether cached prefixes may not be what the model computed."""
+        return bool(self.host) and self.format != "exact"
+
     @field_validator("host", "disk", "in_flight", mode="before")
     @classmethod
     def _parse_sizes(cls, value: int | str) -> int:

@@ -568,6 +568,26 @@ def test_the_faster_of_loading_and_computing_is_taken(pace: Pace, tokens_s: floa
     assert len(found) == wanted
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_lossy_format_changes_sizes_and_files_and_nothing_that_is_told(form: str) -> None:
+    """Keys are those that routers know, and speeds are in bytes of KV, a quarter of which is moved."""
+    world, exact = (World(32, 32, 100, MB_BLOCK, format=one) for one in (form, "exact"))
+    for one in (world, exact):
+        one.answer(list(range(37)))
+        one.rest()
+        one.forget_device()
+    assert world.published() == exact.published() != {}
+    files, others = (one.disk.files for one in (world, exact) if one.disk is not None)
+    assert len(files) == len(others) == 9
+    assert not files.keys() & others.keys()
+    world.tiers._measure(HOST, 1, 0.25)
+    world.tiers._measure(DISK, 1, 0.5)
+    assert (world.tiers.host_bytes_s, world.tiers.disk_bytes_s) == (4 * 2**20, 2 * 2**20)
+    assert world.tiers._seconds(next(world.tiers.index.entries())) == pytest.approx(0.25)
+    assert (world.tiers._most, exact.tiers._most) == (15, 4)  # of the bytes under way; scales take a few
+    assert (world.tiers.status().format, exact.tiers.status().format) == (form, "exact")
+
+
 def test_a_tier_that_was_slow_once_is_tried_again() -> None:
     world = World(32, 32, layout=MB_BLOCK)
     tokens = list(range(36))
