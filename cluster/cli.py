@@ -45,6 +45,7 @@ print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
 Press Ctrl-C to stop."""
+LOSSY = "answers to prompts of which a part is cached may differ from those of the model"
 
 
 @app.command()
@@ -117,6 +118,8 @@ def serve(
 def _serve(settings: ClusterConfig, address: str | None) -> None:
     stop: SimpleQueue[None] = SimpleQueue()
     interruptible()
+    if settings.tiers.lossy:
+        _errors.print(f"warning: tiers.format is {settings.tiers.format}: {LOSSY}")
     _check_port(settings)
     path = _resolve(settings.model.name)
     # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.

@@ -70,8 +70,9 @@ def _transfers(statuses: list[WorkerStatus]) -> Table:
 
 
 def _tiers(statuses: list[WorkerStatus]) -> Table:
-    """What is below the devices: what there is, what went down and came back, and what went wrong."""
-    rows = table("tiers", "host", "disk", "MB", "saved", "loaded", "read", "lost", "bad", "late", "state")
+    """What is below the devices: in which format, what there is, what went down and came back, and what went wrong."""
+    formats = "/".join(sorted({one.tiers.format for one in statuses if one.tiers is not None}))
+    rows = table(f"{formats} tiers", "host", "disk", "MB", "saved", "loaded", "read", "lost", "bad", "late", "state")
     for one in statuses:
         if (tiers := one.tiers) is not None:
             stats = tiers.stats

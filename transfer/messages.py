@@ -327,12 +327,17 @@ class TierStats:
     given_up: int = 0
 
 
+EXACT = "exact"
+"""The format of blocks that come back as they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """A worker's tiers below the device: blocks that host memory has room for and holds, and that it has on disk with
-    the bytes that they take there; some are `under_way`. `read_only` while nothing can be written to disk; files that
-    were not what they should be, and writes that failed, are counted."""
+    """A worker's tiers below the device: the `format` of blocks there, blocks that host memory has room for and holds,
+    and that it has on disk with the bytes that they take there; some are `under_way`. `read_only` while nothing can be
+    written to disk; files that were not what they should be, and writes that failed, are counted."""
 
+    format: str
     host_blocks: int
     host_cached: int
     disk_cached: int
@@ -349,7 +354,7 @@ class Speeds:
     """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
     second in steps of some length. `handover_s`: from a first token until the decode worker has all blocks. `bytes_s`:
     while it sends. `host_bytes_s`: while it loads from host memory. `disk_bytes_s`: while it reads from disk to host
-    memory."""
+    memory. Bytes are those of KV on the device."""
 
     prompt_tokens_s: float = 0.0
     handover_s: float = 0.0

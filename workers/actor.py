@@ -376,7 +376,7 @@ class Worker:
             result = self._engine.run(plan.works, self._offer)
             self._speeds.step(plan.works, time.monotonic() - begun)
             if (tiers := self._engine.cache.tiers) is not None:
-                tiers.prompt_tokens_s = self._speeds.prompt_tokens_s
+                tiers.speeds.prompt_tokens_s = self._speeds.prompt_tokens_s
         except Exception as error:
             _log.exception("engine step failed")
             failed = [Delta(one, 0, (), 0, error=f"engine: {error}") for one in self._engine.drop_running()]

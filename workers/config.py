@@ -30,6 +30,7 @@ class StartError(Exception):
     """The configuration cannot work on this model or machine; the message names the setting to change."""
 
 
+TierFormat = Literal["exact", "int8", "fp8"]
 WritePolicy = Literal["write-through", "write-back", "selective"]
 
 
@@ -49,8 +50,17 @@ class TiersConfig(BaseModel):
     )
     hits: int = Field(2, ge=1, description="uses after which `selective` keeps a prefix")
     in_flight: int = Field(64 * 2**20, ge=1, description="bytes on their way down at a time, per worker")
+    format: TierFormat = Field(
+        "exact",
+        description="what a block is there: its bytes, or a byte for each value (int8, fp8), which is not exact",
+    )
     guard: bool = Field(True, description="compute what is not faster to load")
     tenant_share: float = Field(1.0, gt=0, le=1, description="most of a tier that one tenant may fill")
+
+    @property
+    def lossy(self) -> bool:
+        """Whether cached prefixes may not be what the model computed."""
+        return bool(self.host) and self.format != "exact"
 
     @field_validator("host", "disk", "in_flight", mode="before")
     @classmethod

@@ -96,7 +96,10 @@ class Gateway:
         names = list(self._view.workers)
         await asyncio.gather(*(self._heartbeat(name) for name in names))
         await self._meet()
-        limits = self._limits([one.status for one in self._view.workers.values() if one.status is not None])
+        statuses = [one.status for one in self._view.workers.values() if one.status is not None]
+        if not statuses:
+            raise PeerError("no worker answers")
+        limits = Limits.of(statuses, self._config)
         template = self._text.template
         tools = tool_parser(self._config.tool_parser, template)
         reasoning = reasoning_parser(self._config.reasoning_parser, template)
@@ -111,21 +114,6 @@ class Gateway:
             await asyncio.sleep(0.01)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
-
-    def _limits(self, statuses: list[WorkerStatus]) -> Limits:
-        if not statuses:
-            raise PeerError("no worker answers")
-        first = statuses[0]
-        return Limits(
-            model=first.model,
-            max_model_len=min(one.max_model_len for one in statuses),
-            block_size=first.block_size,
-            vocab_size=first.vocab_size,
-            fingerprint=first.fingerprint,
-            max_priority=self._config.max_priority,
-            max_cache_ttl_s=self._config.max_cache_ttl_s,
-            request_timeout_s=self._config.request_timeout_s,
-        )
 
     async def deliver(self, deltas: list[Delta]) -> None:
         """Workers bring tokens."""

@@ -76,19 +76,19 @@ class Collected:
 
 
 class OpenAIAnswer(Answer, Generic[R]):
-    """What chat and completions have in common."""
+    """What chat and completions have in common. `tier_format` is that of blocks below the workers' devices."""
 
     id_prefix: str
     object_name: str
     chunk_name: str
 
-    def __init__(self, request: R, jobs: Sequence[Job], text: Text) -> None:
+    def __init__(self, request: R, jobs: Sequence[Job], text: Text, tier_format: str) -> None:
         self._request = request
         self._jobs = jobs
         self._text = text
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._usage = Usage(jobs)
+        self._usage = Usage(jobs, tier_format)
         self._views = [LogprobsView(text) for _ in jobs]
 
     async def whole(self, pieces: Pieces) -> dict[str, Any]:
@@ -229,8 +229,8 @@ class CompletionAnswer(OpenAIAnswer[CompletionRequest]):
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def __init__(self, request: CompletionRequest, jobs: Sequence[Job], text: Text) -> None:
-        super().__init__(request, jobs, text)
+    def __init__(self, request: CompletionRequest, jobs: Sequence[Job], text: Text, tier_format: str) -> None:
+        super().__init__(request, jobs, text, tier_format)
         self._begun: set[int] = set()
         self._of_prompts: dict[int, tuple[TokenLogprobs, ...]] = {}
 

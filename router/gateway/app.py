@@ -111,7 +111,7 @@ def _openai_routes(service: Service, check_ready: Callable[[], None]) -> APIRout
         check_ready()
         wanted = await body_as(ChatRequest, request)
         jobs = await service.chat(wanted)
-        answer = ChatAnswer(wanted, jobs, service.text)
+        answer = ChatAnswer(wanted, jobs, service.text, service.limits.tier_format)
         return await respond(request, service.pieces(jobs), answer, bool(wanted.stream), plans(request, jobs))
 
     @routes.post("/completions", openapi_extra=body_of(CompletionRequest))
@@ -119,7 +119,7 @@ def _openai_routes(service: Service, check_ready: Callable[[], None]) -> APIRout
         check_ready()
         wanted = await body_as(CompletionRequest, request)
         jobs = await service.completion(wanted)
-        answer = CompletionAnswer(wanted, jobs, service.text)
+        answer = CompletionAnswer(wanted, jobs, service.text, service.limits.tier_format)
         return await respond(request, service.pieces(jobs), answer, bool(wanted.stream), plans(request, jobs))
 
     return routes

@@ -6,12 +6,13 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from router.config import GatewayConfig
 from router.gateway import accounts
 from router.gateway.dispatch import Prompt
 from router.gateway.errors import invalid
 from router.gateway.parsers import ReasoningParser, ToolParser
 from router.gateway.schemas.common import Sampling
-from transfer.messages import SamplingParams, pack_tokens
+from transfer.messages import EXACT, SamplingParams, WorkerStatus, pack_tokens
 from transfer.prefix import PrefixChain, root_key
 
 MAX_TOLD = 100_000
@@ -22,8 +23,8 @@ MAX_JOBS = 512
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the workers serve: model name and fingerprint, longest sequence and block in tokens, vocabulary; and what
-    the operator lets clients ask for."""
+    """What the workers serve: model name and fingerprint, longest sequence and block in tokens, vocabulary; what the
+    operator lets clients ask for; and the format of blocks below their devices."""
 
     model: str
     max_model_len: int
@@ -33,6 +34,23 @@ class Limits:
     max_priority: int
     max_cache_ttl_s: float
     request_timeout_s: float
+    tier_format: str = EXACT
+
+    @classmethod
+    def of(cls, statuses: Sequence[WorkerStatus], config: GatewayConfig) -> Limits:
+        """What all these workers, one at least, can do."""
+        first = statuses[0]
+        return cls(
+            model=first.model,
+            max_model_len=min(one.max_model_len for one in statuses),
+            block_size=first.block_size,
+            vocab_size=first.vocab_size,
+            fingerprint=first.fingerprint,
+            max_priority=config.max_priority,
+            max_cache_ttl_s=config.max_cache_ttl_s,
+            request_timeout_s=config.request_timeout_s,
+            tier_format=first.tiers.format if first.tiers is not None else EXACT,
+        )
 
 
 @dataclass(frozen=True, slots=True)

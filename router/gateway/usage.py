@@ -7,12 +7,14 @@ from typing import Any
 
 from router.gateway.choice import Piece
 from router.gateway.jobs import Job
+from transfer.messages import EXACT
 
 
 class Usage:
-    """Counts the pieces of a request's choices."""
+    """Counts the pieces of a request's choices. `tier_format` is that of blocks below the devices."""
 
-    def __init__(self, jobs: Sequence[Job]) -> None:
+    def __init__(self, jobs: Sequence[Job], tier_format: str = EXACT) -> None:
+        self._tier_format = tier_format
         self._leads = {job.index: job for job in jobs if job.leads}
         self._cached = dict.fromkeys(self._leads, (0, (0, 0)))
         self.prompt_tokens = sum(job.prompt_tokens for job in self._leads.values())
@@ -38,14 +40,18 @@ class Usage:
         return {"device": self.cached_tokens - host - disk, "host": host, "disk": disk}
 
     def openai(self) -> dict[str, Any]:
-        """The `usage` object of chat and completions."""
+        """The `usage` object of chat and completions. What was cached may have come from a tier at any time, and by way
+        of another worker: so with a lossy format all of it is said to be in that."""
+        details: dict[str, Any] = {
+            "cached_tokens": self.cached_tokens,
+            "cached_tokens_by_tier": self.cached_tokens_by_tier,
+        }
+        if self.cached_tokens and self._tier_format != EXACT:
+            details["cached_tokens_format"] = self._tier_format
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": self.cached_tokens,
-                "cached_tokens_by_tier": self.cached_tokens_by_tier,
-            },
+            "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }

@@ -16,7 +16,10 @@ import psutil
 import pytest
 import ray
 from transformers import BertConfig
+from typer.testing import CliRunner
 
+from cluster.cli import app
+from cluster.errors import UserError
 from tests.cluster.checks import alive, post
 from tests.cluster.conftest import free_port
 from tests.cluster.test_failures import Judge
@@ -116,6 +119,15 @@ def test_status_as_a_table(served: Served) -> None:
     done = run("status")
     assert "both-0" in done.stdout
     assert "quarantined" in done.stdout
+
+
+@pytest.mark.parametrize("host", ["1MiB", "0"])
+def test_a_lossy_format_is_warned_of_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are tiers."""
+    monkeypatch.setenv("HEADWATER__TIERS__FORMAT", "int8")
+    done = CliRunner().invoke(app, ["serve", "--model", "/nowhere", "--tiers-host", host])
+    assert isinstance(done.exception, UserError)
+    assert done.stderr.count("warning: tiers.format is int8: answers") == (host != "0")
 
 
 def test_a_taken_port_is_named(served: Served) -> None:

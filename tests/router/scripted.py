@@ -78,7 +78,7 @@ class Scripted:
         self.asked: list[ChatRequest] = []
         self.closed = 0
         self.text = TEXT
-        self.limits = SimpleNamespace(model=MODEL, max_model_len=1000)
+        self.limits = SimpleNamespace(model=MODEL, max_model_len=1000, tier_format="exact")
 
     def check_model(self, name: str) -> None:
         if name != MODEL:

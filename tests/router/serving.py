@@ -70,13 +70,18 @@ class Played:
 
 
 def application(
-    text: Text, directory: Played, config: GatewayConfig, context: int = 1_000_000, keyring: Keyring | None = None
+    text: Text,
+    directory: Played,
+    config: GatewayConfig,
+    context: int = 1_000_000,
+    tier_format: str = "exact",
+    keyring: Keyring | None = None,
 ) -> FastAPI:
     """The application over a worker that is played; prompt and answer may have `context` tokens. Without a keyring
     nobody needs a key."""
     view = View([("both-0", "both")])
     directory.dispatcher = Dispatcher("g", Router(view, RouterConfig()), directory, RouterConfig(), config)
-    limits = Limits(MODEL, context, 16, 49152, "model", 0, 0.0, config.request_timeout_s)
+    limits = Limits(MODEL, context, 16, 49152, "model", 0, 0.0, config.request_timeout_s, tier_format)
     trials = Trials(text, limits.vocab_size)
     service = Service(text, directory.dispatcher, limits, trials, tool_parser("auto", None), None)
     return create_app(service, lambda: True, lambda: b"", config, keyring or Keyring())

@@ -1,6 +1,7 @@
 """Several choices of several prompts: in which order they begin, how they are counted and numbered."""
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -35,12 +36,16 @@ class Numbered:
             await asyncio.sleep(0)
 
 
-async def post(text: Text, play: Any, **body: Any) -> dict[str, Any]:
-    app = application(text, Played(play), GatewayConfig())
+async def sent(text: Text, play: Any, path: str, tier_format: str = "exact", **body: Any) -> httpx.Response:
+    app = application(text, Played(play), GatewayConfig(), tier_format=tier_format)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
-        answer = await http.post("/v1/completions", json={"model": MODEL, "max_tokens": 3, **body})
+        answer = await http.post(path, json={"model": MODEL, "max_tokens": 3, **body})
     assert answer.status_code == 200, answer.text
-    whole: dict[str, Any] = answer.json()
+    return answer
+
+
+async def post(text: Text, play: Any, **body: Any) -> dict[str, Any]:
+    whole: dict[str, Any] = (await sent(text, play, "/v1/completions", **body)).json()
     return whole
 
 
@@ -71,6 +76,23 @@ async def test_cached_tokens_are_told_by_tier(text: Text) -> None:
     whole = await post(text, Numbered(), prompt=[1] * 20, seed=6)
     details = whole["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 16, "cached_tokens_by_tier": {"device": 16, "host": 0, "disk": 0}}
+
+
+CHAT = {"messages": [{"role": "user", "content": "What is a headwater, and where does it go?"}]}
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", {"prompt": [1] * 20}), ("chat/completions", CHAT)])
+async def test_a_lossy_format_is_told_with_cached_tokens(text: Text, path: str, body: dict[str, Any]) -> None:
+    """Wherever they came from, and only if there are any; also in streams."""
+    for seed, tier_format, told in ((6, "int8", "int8"), (6, "exact", None), (5, "fp8", None)):
+        whole = (await sent(text, Numbered(), f"/v1/{path}", tier_format, seed=seed, **body)).json()
+        details = whole["usage"]["prompt_tokens_details"]
+        assert (details["cached_tokens"], details.get("cached_tokens_format")) == (16 if seed > 5 else 0, told)
+        assert ("cached_tokens_format" in details) == (told is not None)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = await sent(text, Numbered(), f"/v1/{path}", "fp8", seed=6, **options, **body)
+    last = json.loads(stream.text.split("data: ")[-2])
+    assert last["usage"]["prompt_tokens_details"]["cached_tokens_format"] == "fp8"
 
 
 async def test_other_choices_begin_when_the_first_has_a_token(text: Text) -> None:

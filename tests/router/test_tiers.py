@@ -1,16 +1,19 @@
 """What workers hold below their devices: how much of a prompt, what it costs to use it, and what a plan says of it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from router.config import GatewayConfig
 from router.cost import DISK_BYTES_S, HOST_BYTES_S, Usable, reach, saved, usable
+from router.gateway.jobs import Limits
 from router.view import NOTHING, Held, Ladder
 from tests.router.test_route import BLOCK, LONG, chain, fetched, report
 from tests.router.test_view import House
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.summary import DEVICE, DISK, HOST
-from transfer.messages import Plan
+from transfer.messages import Plan, TierStats, TierStatus
 
 MORE = [*LONG, 7]
 NONE = Usable(0, 0.0)
@@ -226,3 +229,11 @@ def test_a_decode_worker_needs_room_for_what_it_loads() -> None:
     assert made.plan(LONG).decode == "d0"
     made.hear("d0", free_blocks=100)
     assert made.plan(LONG).decode == "d1"
+
+
+def test_gateways_know_the_format_of_tiers() -> None:
+    made = house()
+    statuses = [one.status for one in made.view.workers.values() if one.status is not None]
+    assert Limits.of(statuses, GatewayConfig()).tier_format == "exact"
+    tiers = TierStatus("int8", 9, 3, 0, 0, 0, False, 0, 0, TierStats())
+    assert Limits.of([replace(one, tiers=tiers) for one in statuses], GatewayConfig()).tier_format == "int8"

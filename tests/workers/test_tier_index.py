@@ -18,7 +18,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = TierIndex("model", "me", STEP)
+        self.index = TierIndex("model", "model", "me", STEP)
         self.slots = 0
         self.pinned: list[Entry] = []
         self.held: list[list[Entry]] = []
@@ -160,7 +160,7 @@ TestMachine = Machine.TestCase
 
 
 def test_the_oldest_of_a_salt_is_found_among_many() -> None:
-    index = TierIndex("model", "me", STEP)
+    index = TierIndex("model", "model", "me", STEP)
     entries = [index.grow(None, salt, tokens) for tokens in (b"aaaa", b"bbbb", b"cccc") for salt in SALTS]
     for slot, entry in enumerate(entries):
         entry.slot = slot
@@ -172,7 +172,7 @@ def test_the_oldest_of_a_salt_is_found_among_many() -> None:
 
 
 def test_what_is_kept_goes_last() -> None:
-    index = TierIndex("model", "me", STEP)
+    index = TierIndex("model", "model", "me", STEP)
     first, second, third = (index.grow(None, b"", tokens) for tokens in (b"aaaa", b"bbbb", b"cccc"))
     for slot, entry in enumerate((first, second, third)):
         entry.slot = slot
@@ -185,7 +185,7 @@ def test_what_is_kept_goes_last() -> None:
 
 @pytest.mark.parametrize("field", ["depth", "salt", "parent"])
 def test_a_name_links_nothing_that_does_not_belong_there(field: str) -> None:
-    index = TierIndex("model", "me", STEP)
+    index = TierIndex("model", "model", "me", STEP)
     first = index.grow(None, b"", b"aaaa")
     index.written([first], ["me"])
     right = {"depth": 1, "salt": b"", "parent": first.digest}

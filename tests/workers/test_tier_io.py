@@ -12,7 +12,8 @@ import torch
 from transfer.layout import KVLayout, LayerGeometry
 from workers.kv.blockfile import Block, child_digest, root_digest
 from workers.kv.disk import DiskStore
-from workers.kv.memory import KVMemory, host_records
+from workers.kv.memory import KVMemory
+from workers.kv.records import RecordLayout, Records
 from workers.kv.tier_io import EXTENT, Load, Part, Save, TierIO, Write
 
 BLOCKS = 64
@@ -26,10 +27,10 @@ class Machine:
     def __init__(self, path: Path) -> None:
         self.memory = KVMemory(LAYOUT, CPU)
         self.memory.flat.random_(0, 256)
-        self.records = host_records(BLOCKS, LAYOUT.block_bytes, CPU)
-        self.records[:] = 0
+        self.records = Records(self.memory, RecordLayout(LAYOUT, "exact"), BLOCKS)
+        self.records.rows[:] = 0
         self.disk = DiskStore(path, "me", LAYOUT.fingerprint, 1 << 24, LAYOUT.block_bytes)
-        self.io = TierIO(self.memory, self.records, self.disk, lambda: None)
+        self.io = TierIO(self.records, self.disk, lambda: None)
         self.over: list[object] = []
 
     def content(self, blocks: list[int]) -> list[int]:
@@ -97,7 +98,7 @@ def test_blocks_go_down_and_come_back_wherever_they_are(machine: Machine) -> Non
 
 def test_blocks_come_back_from_disk_through_their_slots(machine: Machine) -> None:
     blocks, wanted = stored(machine, 20)
-    machine.records[:] = 0
+    machine.records.rows[:] = 0
     machine.memory.flat.zero_()
     load = Load([Part(slot, block, "me") for slot, block in enumerate(blocks)], list(range(40, 60)))
     machine.done(load)
@@ -171,8 +172,8 @@ def test_a_disk_that_stands_still_holds_up_neither_copies_nor_loads(
 
 def test_what_goes_wrong_ends_one_job_only(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(machine.memory, "save", lambda *_: 1 / 0)
-        patch.setattr(machine.memory, "load", lambda *_: 1 / 0)
+        patch.setattr(machine.records, "save", lambda *_: 1 / 0)
+        patch.setattr(machine.records, "load", lambda *_: 1 / 0)
         machine.done(save := Save([0], [0]), load := Load([Part(0, chain(1)[0])], [1]))
     assert save.done == load.done == 0
     assert load.finished
@@ -191,7 +192,7 @@ def test_others_and_earlier_files_are_found_and_told_when_they_go(
         assert other.write(block, bytes(LAYOUT.block_bytes))
     machine.io.stop(5.0)
     disk = DiskStore(machine.disk.path, "me", LAYOUT.fingerprint, 1 << 24, LAYOUT.block_bytes)
-    machine.io = TierIO(machine.memory, machine.records, disk, lambda: None)
+    machine.io = TierIO(machine.records, disk, lambda: None)
     found: dict[str, set[bytes]] = {"me": set(), "you": set()}
     gone: set[bytes] = set()
     complete: list[bool] = []

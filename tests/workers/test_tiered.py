@@ -111,6 +111,41 @@ def test_weights_of_another_model_find_nothing(tiny: Model, tmp_path: Path, monk
         again.close()
 
 
+def test_blocks_in_another_format_are_not_found(tiny: Model, tmp_path: Path) -> None:
+    """Whatever lies in the directory; and each format finds its own."""
+    prompt = list(range(1, 100))
+    expected = answer(engine(tiny, prefix_cache=False), prompt)[0]
+    for form, cached in (("int8", 0), ("exact", 0), ("fp8", 0), ("int8", 96), ("exact", 96)):
+        again = tiered(tiny, 16, 32, 256, tmp_path, format=form)
+        time.sleep(0.1)
+        again.rest()
+        tokens, last = answer(again.engine, prompt)
+        assert last.cached_tokens == cached
+        assert tokens == expected or form == "int8"
+        again.rest()
+        again.close()
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_lossy_tiers_have_room_for_more_and_answer_much_alike(
+    tiny: Model, made: Callable[..., Tiered], form: str
+) -> None:
+    one = made(BLOCKS // 10, BLOCKS // 10, 2 * BLOCKS, format=form, guard=False)
+    wanted = prompts(1, 60)
+    found = [token for prompt in wanted for token in answer(one.engine, prompt)[0]]
+    one.rest()
+    tiers, disk = one.engine.cache.tiers, one.io.disk
+    assert tiers is not None
+    assert disk is not None
+    expected = [token for tokens in reference(tiny, wanted) for token in tokens]
+    same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
+    assert same > 0.75 * len(expected)  # of a model whose words are all nearly as likely
+    assert tiers.stats.read_blocks > 50
+    record = 3072 + 4 * 12  # a byte for each value, and a scale for each head of keys and values in three layers
+    assert disk.stats.written_bytes == disk.stats.written_blocks * record
+    assert tiers.host.total == BLOCKS // 10 * 4 * 3072 // record
+
+
 class Child:
     """A process that answers requests from number `first` on, until it has or until it is killed."""
 

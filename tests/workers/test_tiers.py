@@ -21,7 +21,8 @@ from workers.kv.disk import DiskStats
 from workers.kv.journal import Journal
 from workers.kv.pool import FREE
 from workers.kv.tier_io import Found, Job, Load, Remove, Save, Write
-from workers.kv.tiers import UNTRIED_S, Tiers
+from workers.kv.tier_speeds import UNTRIED_S
+from workers.kv.tiers import Tiers
 from workers.sequence import Sequence
 
 SIZE = 4
@@ -571,14 +572,34 @@ def test_the_faster_of_loading_and_computing_is_taken(pace: Pace, tokens_s: floa
     world.answer([*tokens, 1])
     world.rest()
     world.forget_device()
-    world.tiers._measure(HOST, 1, 2**20 / pace.host / 1e6)
+    world.tiers.speeds.measured(HOST, 1, 2**20 / pace.host / 1e6)
     if pace.disk:
-        world.tiers._measure(DISK, 1, 2**20 / pace.disk / 1e6)
+        world.tiers.speeds.measured(DISK, 1, 2**20 / pace.disk / 1e6)
         for entry in world.tiers.index.walk(b"", pack_tokens(tokens))[:4:-1]:
             world.tiers._forget(world.tiers.index.leave_host(entry))
-    world.tiers.prompt_tokens_s = tokens_s
+    world.tiers.speeds.prompt_tokens_s = tokens_s
     found = world.tiers.find(b"", pack_tokens([*tokens, 1]), 0)
     assert len(found) == wanted
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_lossy_format_changes_sizes_and_files_and_nothing_that_is_told(form: str) -> None:
+    """Keys are those that routers know, and speeds are in bytes of KV, a quarter of which is moved."""
+    world, exact = (World(32, 32, 100, MB_BLOCK, format=one) for one in (form, "exact"))
+    for one in (world, exact):
+        one.answer(list(range(37)))
+        one.rest()
+        one.forget_device()
+    assert world.published() == exact.published() != {}
+    files, others = (one.disk.files for one in (world, exact) if one.disk is not None)
+    assert len(files) == len(others) == 9
+    assert not files.keys() & others.keys()
+    world.tiers.speeds.measured(HOST, 1, 0.25)
+    world.tiers.speeds.measured(DISK, 1, 0.5)
+    assert (world.tiers.host_bytes_s, world.tiers.disk_bytes_s) == (4 * 2**20, 2 * 2**20)
+    assert world.tiers.speeds.seconds(next(world.tiers.index.entries())) == pytest.approx(0.25)
+    assert (world.tiers._most, exact.tiers._most) == (15, 4)  # of the bytes under way; scales take a few
+    assert (world.tiers.status().format, exact.tiers.status().format) == (form, "exact")
 
 
 def test_a_tier_that_was_slow_once_is_tried_again() -> None:
@@ -586,8 +607,8 @@ def test_a_tier_that_was_slow_once_is_tried_again() -> None:
     tokens = list(range(36))
     world.answer(tokens)
     world.rest()
-    world.tiers._measure(HOST, 1, 100.0)
-    world.tiers.prompt_tokens_s = 1000.0
+    world.tiers.speeds.measured(HOST, 1, 100.0)
+    world.tiers.speeds.prompt_tokens_s = 1000.0
     assert world.tiers.find(b"", pack_tokens(tokens), 0) == []
     world.now += UNTRIED_S + 1
     assert len(world.tiers.find(b"", pack_tokens(tokens), 0)) == 2
@@ -705,7 +726,7 @@ def test_loads_behind_others_have_time_to_wait() -> None:
         world.answer(tokens)
         world.rest()
     world.forget_device()
-    world.tiers._measure(HOST, 1, 0.02)  # 20 ms a block
+    world.tiers.speeds.measured(HOST, 1, 0.02)  # 20 ms a block
     waiting = [one for tokens in prompts if (one := world.begin(tokens)) is not None]
     assert all(one.load is not None for one in waiting)
     for one in waiting:

@@ -31,7 +31,8 @@ from workers.engine.tokens import Chosen, choose_tokens, ending
 from workers.kv.cache import KVCache
 from workers.kv.disk import DiskStore
 from workers.kv.journal import Journal
-from workers.kv.memory import KVMemory, host_records
+from workers.kv.memory import KVMemory
+from workers.kv.records import RecordLayout, Records
 from workers.kv.tier_io import TierIO
 from workers.kv.tiers import Tiers
 from workers.scheduler import Limits, Scheduler, Work
@@ -335,16 +336,16 @@ class Engine:
         before any request. `wake` is called by other threads when `plan` has something to do. Raises StartError."""
         if not self.cache.reuse:
             raise StartError("tiers.host: worker.prefix_cache is off, so there is nothing to keep")
-        layout = self.memory.layout
-        slots = config.host // layout.block_bytes
+        layout = RecordLayout(self.memory.layout, config.format)
+        slots = config.host // layout.record_bytes
         if not slots:
-            raise StartError(f"tiers.host: {config.host} bytes do not hold one block, {layout.block_bytes} bytes")
+            raise StartError(f"tiers.host: {config.host} bytes do not hold one block, {layout.record_bytes} bytes")
         disk = None
         if config.disk:
             assert config.disk_path is not None
-            disk = DiskStore(config.disk_path, name, layout.fingerprint, config.disk, layout.block_bytes)
-        io = TierIO(self.memory, host_records(slots, layout.block_bytes, self.model.device), disk, wake)
-        self.cache.tiers = Tiers(name, config, layout, slots, self.cache.radix, io, journal)
+            disk = DiskStore(config.disk_path, name, layout.fingerprint, config.disk, layout.record_bytes)
+        io = TierIO(Records(self.memory, layout, slots), disk, wake)
+        self.cache.tiers = Tiers(name, config, self.memory.layout, slots, self.cache.radix, io, journal)
         return io
 
     def _new(self, request: Request, hand_off: bool, guide: Guide | None = None) -> Sequence:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import xxhash
 
 from transfer.channel import Layers
 from transfer.layout import KVLayout
-from workers.config import StartError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -33,26 +31,6 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield start, previous - start + 1
 
 
-def _paired(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Where two lists of ids run on together: (first of one, first of the other, count)."""
-    at = 0
-    for first, count in runs(ones):
-        for other, length in runs(others[at : at + count]):
-            yield first, other, length
-            first += length
-        at += count
-
-
-def host_records(slots: int, block_bytes: int, device: torch.device) -> np.ndarray:
-    """Host memory for so many blocks, uint8 `[slots, block_bytes]`, pinned for a CUDA device. Raises StartError."""
-    try:
-        tensor = torch.empty((slots, block_bytes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    except RuntimeError as error:
-        raise StartError(f"tiers.host: cannot have {slots * block_bytes} bytes: {str(error).splitlines()[0]}") from None
-    records: np.ndarray = tensor.numpy()
-    return records
-
-
 class KVMemory:
     """`keys[layer]` and `values[layer]` are views `[num_blocks * block_size, kv_heads, size]` of one allocation."""
 
@@ -60,7 +38,6 @@ class KVMemory:
         self.layout = layout
         self._regions = layout.regions()
         self.flat = torch.empty(layout.total_bytes, dtype=torch.uint8, device=device)
-        self._host: np.ndarray = self.flat.numpy() if device.type == "cpu" else np.empty(0, np.uint8)
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         slots = layout.num_blocks * layout.block_size
@@ -76,37 +53,6 @@ class KVMemory:
         size = self.layout.block_size
         for part in (*self.keys, *self.values):
             part[target * size : target * size + tokens] = part[source * size : source * size + tokens]
-
-    def save(self, blocks: Sequence[int], records: np.ndarray, slots: Sequence[int]) -> None:
-        """Copy blocks to rows of `records`, uint8 `[slots, block_bytes]`: the layers of a block one after the other."""
-        for block, slot, count in _paired(blocks, slots):
-            offset = 0
-            for region in self._regions:
-                width = region.block_bytes
-                piece = self._array(region.offset + block * width, count * width)
-                np.copyto(records[slot : slot + count, offset : offset + width], piece.reshape(count, width))
-                offset += width
-
-    def load(self, records: np.ndarray, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """The inverse of `save`."""
-        for block, slot, count in _paired(blocks, slots):
-            offset = 0
-            for region in self._regions:
-                width = region.block_bytes
-                record = records[slot : slot + count, offset : offset + width]
-                start, length = region.offset + block * width, count * width
-                if self.flat.is_cuda:
-                    self.flat[start : start + length].copy_(torch.from_numpy(np.ascontiguousarray(record).reshape(-1)))
-                else:
-                    np.copyto(self._array(start, length).reshape(count, width), record)
-                offset += width
-
-    def _array(self, start: int, length: int) -> np.ndarray:
-        """Bytes of the pool: themselves in host memory, a copy of them on another device."""
-        if self.flat.is_cuda:
-            copied: np.ndarray = self.flat[start : start + length].cpu().numpy()
-            return copied
-        return self._host[start : start + length]
 
     def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
         """xxh3-64 over these layers of the blocks, region by region, in the given order; does not depend on how ids

@@ -172,11 +172,13 @@ _NOTHING = Dropped([], [], [])
 
 
 class TierIndex:
-    """The entries of a worker named `owner`, for a pool with this `fingerprint`, in blocks of `step` bytes of tokens.
-    `host` and `disk` are the recencies of what it has in host memory and in its own directory."""
+    """The entries of a worker named `owner`, for a pool with this `fingerprint`, by which keys are told, and `records`
+    with theirs, by which files are named; in blocks of `step` bytes of tokens. `host` and `disk` are the recencies of
+    what it has in host memory and in its own directory."""
 
-    def __init__(self, fingerprint: str, owner: str, step: int) -> None:
+    def __init__(self, fingerprint: str, records: str, owner: str, step: int) -> None:
         self._fingerprint = fingerprint
+        self._records = records
         self.owner = owner
         self._step = step
         self._roots: dict[bytes, Entry] = {}
@@ -349,7 +351,7 @@ class TierIndex:
     def _root(self, salt: bytes) -> Entry:
         root = self._roots.get(salt)
         if root is None:
-            digest = root_digest(self._fingerprint, salt)
+            digest = root_digest(self._records, salt)
             root = self._roots[salt] = Entry(None, salt, b"", digest, root_key(self._fingerprint, tenant=salt))
         return root
 

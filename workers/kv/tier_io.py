@@ -17,11 +17,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from workers.kv.blockfile import Block
 from workers.kv.disk import DiskStore
-from workers.kv.memory import KVMemory
+from workers.kv.records import Records
 
 _log = logging.getLogger(__name__)
 NICE = 10
@@ -114,14 +112,11 @@ AHEAD = 6
 
 
 class TierIO:
-    """Threads over a device's pool, the host's `records` (uint8 `[slots, block_bytes]`) and perhaps a directory.
-    `wake` is called, by any thread, when there is something to `take`."""
+    """Threads over the `records` of a device's pool in host memory, and perhaps a directory. `wake` is called, by any
+    thread, when there is something to `take`."""
 
-    def __init__(
-        self, memory: KVMemory, records: np.ndarray, disk: DiskStore | None, wake: Callable[[], object]
-    ) -> None:
+    def __init__(self, records: Records, disk: DiskStore | None, wake: Callable[[], object]) -> None:
         self.disk = disk
-        self._memory = memory
         self._records = records
         self._wake = wake
         self._done: deque[Job] = deque()
@@ -201,14 +196,14 @@ class TierIO:
 
     def _save(self, job: Save) -> None:
         begun = time.perf_counter()
-        self._memory.save(job.blocks, self._records, job.slots)
+        self._records.save(job.blocks, job.slots)
         job.done, job.seconds = len(job.blocks), time.perf_counter() - begun
 
     def _write(self, job: Write) -> None:
         assert self.disk is not None
         for block, slot in zip(job.blocks, job.slots, strict=True):
             other = self.disk.owner(block.digest)
-            if other is None and not self.disk.write(block, memoryview(self._records[slot])):
+            if other is None and not self.disk.write(block, memoryview(self._records.rows[slot])):
                 return
             job.owners.append(other or self.disk.worker)
 
@@ -228,7 +223,7 @@ class TierIO:
                 if job.stopped:
                     return
                 if job.targets:
-                    self._memory.load(self._records, slots, job.targets[start : job.read])
+                    self._records.load(slots, job.targets[start : job.read])
                     job.done = job.read
             job.host_s += time.perf_counter() - copied
             if job.read < start + len(parts):
@@ -246,7 +241,7 @@ class TierIO:
             return earlier.read > number
         if part.owner and self.disk is not None:
             try:
-                job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records[part.slot]))
+                job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records.rows[part.slot]))
             except OSError as error:
                 _log.warning("cannot read from disk: %s", error)
                 return False

@@ -27,26 +27,19 @@ from workers.kv.disk import DiskStore
 from workers.kv.journal import Journal
 from workers.kv.pool import BlockPool
 from workers.kv.radix import TOKEN_BYTES, Node, RadixCache
+from workers.kv.records import RecordLayout
 from workers.kv.tier_index import NO_SLOT, Dropped, Entry, TierIndex
 from workers.kv.tier_io import EXTENT, Found, Job, Load, Part, Remove, Save, Write
+from workers.kv.tier_speeds import START_S, TierSpeeds
 
-HOST_BYTES_S, DISK_BYTES_S = 2e9, 0.5e9
-"""What is assumed of a tier while nothing was loaded from it."""
-START_S = 0.002
-"""Until a load begins, and until it is noticed that it has ended."""
 PATIENCE, GRACE_S = 2.0, 0.1
 """A load is given up after so many times what was expected, and this much more."""
-UNTRIED_S, TRIED_BLOCKS = 30.0, 2
-"""A tier that seems slower than computing gets so many blocks to load when none were loaded from it for so long: it may
-have been slow only once."""
 PAUSE_S = 1.0
 """For how long nothing more is written after a write that failed, and nothing copied ahead after host memory was full
 of what is under way."""
 OLDEST = 8
 """Of so many times as many entries as have to leave host memory, those leave that are on disk: the others are about to
 be written, unless the disk cannot keep up."""
-WEIGHT = 0.3
-"""Of the newest load in the running mean of a speed."""
 MAX_PREFETCHES = 4
 MAX_OFFERS = 1024
 AHEAD_S = 0.02
@@ -97,11 +90,13 @@ class Tiers:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.index = TierIndex(layout.fingerprint, name, layout.block_size * TOKEN_BYTES)
+        records = RecordLayout(layout, config.format)
+        self._record_bytes = records.record_bytes
+        self._step = layout.block_size * TOKEN_BYTES
+        self.index = TierIndex(layout.fingerprint, records.fingerprint, name, self._step)
         self.host = BlockPool(slots)
         self.stats = TierStats()
-        self.prompt_tokens_s = 0.0
-        """How fast prompts are computed; 0 while unknown."""
+        self.speeds = TierSpeeds(self._record_bytes, layout.block_size, clock)
         self.policy, self.hits = config.policy, config.hits
         self._config = config
         self._layout = layout
@@ -109,8 +104,7 @@ class Tiers:
         self._io = io
         self._journal = journal
         self._clock = clock
-        self._step = layout.block_size * TOKEN_BYTES
-        self._most = max(1, config.in_flight // layout.block_bytes)
+        self._most = max(1, config.in_flight // self._record_bytes)
         self._offers: OrderedDict[str, _Offer] = OrderedDict()
         self._to_write: deque[Entry] = deque(maxlen=MAX_OFFERS)
         self._saves: dict[int, tuple[list[Entry], Node]] = {}
@@ -120,25 +114,24 @@ class Tiers:
         self._late: set[int] = set()
         self._write_at = self._ahead_at = 0.0
         self._discovery = Discovery(self.index)
-        self._speeds = {HOST: 0.0, DISK: 0.0}
-        self._tried = {HOST: 0.0, DISK: 0.0}
 
     # --- speeds -------------------------------------------------------------------------------------------------
 
     @property
     def host_bytes_s(self) -> float:
-        """Measured; 0 while unknown."""
-        return self._speeds[HOST]
+        """Measured, in bytes that come to the device; 0 while unknown."""
+        return self.speeds.bytes_s(HOST) * self._layout.block_bytes / self._record_bytes
 
     @property
     def disk_bytes_s(self) -> float:
-        """Measured; 0 while unknown."""
-        return self._speeds[DISK]
+        """Measured, in the same bytes; 0 while unknown."""
+        return self.speeds.bytes_s(DISK) * self._layout.block_bytes / self._record_bytes
 
     def status(self) -> TierStatus:
         """What is where. Other threads call this, too."""
         disk = self._io.disk
         return TierStatus(
+            format=self._config.format,
             host_blocks=self.host.total,
             host_cached=len(self.index.host),
             disk_cached=len(self.index.disk),
@@ -358,7 +351,11 @@ class Tiers:
         if path:
             self.index.touch(path[-1])
         entries = self._behind(path, blocks)
-        return entries[: self._worth(entries, len(tokens) // self._step - blocks)] if entries else []
+        if not entries or self._late:
+            return []
+        if self._config.guard:
+            entries = entries[: self.speeds.worth(entries, len(tokens) // self._step - blocks, self._before())]
+        return entries
 
     def prefetch(self, salt: bytes, tokens: bytes, blocks: int) -> bool:
         """A request that waits will use the prefix `tokens`: bring what only a disk has of it to host memory, unless it
@@ -390,7 +387,7 @@ class Tiers:
         for number, one in enumerate(entries):
             if not one.ready and one.coming is None:
                 one.coming = job, number
-        expected = START_S + sum(self._seconds(one) for one in entries)
+        expected = START_S + sum(self.speeds.seconds(one) for one in entries)
         job.until = self._clock() + PATIENCE * (expected + self._before()) + GRACE_S
         self._loads[id(job)] = entries
         self._io.submit(job)
@@ -417,34 +414,9 @@ class Tiers:
             entries.append(one)
         return entries
 
-    def _worth(self, entries: list[Entry], wanted: int) -> int:
-        """How many of these blocks to load, of the `wanted` ones that have to be had, so that all are had soonest."""
-        if self._late:
-            return 0
-        if not self._config.guard or not self.prompt_tokens_s:
-            return len(entries)
-        computing = self._layout.block_size / self.prompt_tokens_s
-        best, soonest, loading = 0, wanted * computing, START_S + self._before()
-        for number, entry in enumerate(entries, 1):
-            loading += self._seconds(entry)
-            if loading + (wanted - number) * computing < soonest:
-                best, soonest = number, loading + (wanted - number) * computing
-        if best < len(entries):
-            tier = HOST if entries[best].ready else DISK
-            if self._clock() - self._tried[tier] > UNTRIED_S:
-                self._tried[tier] = self._clock()
-                best = min(best + TRIED_BLOCKS, len(entries))
-        return best
-
     def _before(self) -> float:
         """What the loads that have been begun are expected to take together."""
-        return sum(self._seconds(one) for some in self._loads.values() for one in some)
-
-    def _seconds(self, entry: Entry) -> float:
-        """What loading a block is expected to take."""
-        size = self._layout.block_bytes
-        host = size / (self._speeds[HOST] or HOST_BYTES_S)
-        return host if entry.ready else host + size / (self._speeds[DISK] or DISK_BYTES_S)
+        return sum(self.speeds.seconds(one) for some in self._loads.values() for one in some)
 
     def _loaded(self, job: Load) -> None:
         entries = self._loads.pop(id(job))
@@ -456,8 +428,8 @@ class Tiers:
         self._empty(mine[len(came) :])
         self.index.stored(came)
         self._announce(came, HOST)
-        self._measure(HOST, job.done, job.host_s)
-        self._measure(DISK, len(came), job.disk_s)
+        self.speeds.measured(HOST, job.done, job.host_s)
+        self.speeds.measured(DISK, len(came), job.disk_s)
         self.stats.loaded_blocks += job.done
         self.stats.read_blocks += len(came)
         if job.failed:
@@ -480,12 +452,6 @@ class Tiers:
         if entry.coming is not None:
             return Part(entry.slot, entry.block, after=entry.coming)
         return Part(entry.slot, entry.block, entry.owner)
-
-    def _measure(self, tier: int, blocks: int, seconds: float) -> None:
-        if blocks and seconds > 0:
-            self._tried[tier] = self._clock()
-            speed, before = blocks * self._layout.block_bytes / seconds, self._speeds[tier]
-            self._speeds[tier] = before + WEIGHT * (speed - before) if before else speed
 
     # --- what is told -------------------------------------------------------------------------------------------
 
