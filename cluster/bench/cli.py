@@ -233,6 +233,31 @@ def structured(
     _report(run(load(config, flags), Shape(context, streams, steps, rounds)), as_json, check)
 
 
+@app.command("tier-quality")
+def tier_quality(
+    prompts: Annotated[int, typer.Option(min=1, help="number of prompts")] = 16,
+    prompt: Annotated[int, typer.Option(min=16, help="tokens of each prompt, in whole blocks")] = 512,
+    output: Output = 64,
+    rounds: Rounds = 3,
+    text: Annotated[
+        Path | None, typer.Option(help="a text, or a directory of them, to take prompts from; default: Headwater's own")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    threads: Threads = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """What blocks lose below the device in each `tiers.format`, in this process and without Ray: greedy answers to
+    prompts that come back from it, beside those to prompts that never left the device; sizes; and seconds to copy."""
+    from cluster.bench.tier_quality import Shape, run
+
+    flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
+    _report(run(load(config, flags), Shape(prompts, prompt, output, rounds), text), as_json, check)
+
+
 @app.command("transfer")
 def transfer(
     prompt: Annotated[int, typer.Option(min=1, help="tokens of each prompt that is handed over")] = 2048,
