@@ -27,7 +27,6 @@ def measure(bench: Bench) -> Outcome:
     checks: list[Check] = []
     with bench.engines(Sizes(length + 1, device)) as (never,):
         block_s = bench.worker.block_size * _computing(bench, never, prompt) / length
-        block_s = bench.worker.block_size * _computing(never, prompt) / length
         for speed in SPEEDS:
             name = f"first token of {bench.shape.guarded}, loading at {speed:g} x: s"
             guarded = Sizes(length + 1, device, host=device, load_s=block_s / speed)
