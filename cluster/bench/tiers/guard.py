@@ -26,8 +26,8 @@ def measure(bench: Bench) -> Outcome:
     sides: dict[str, Figures] = {NONE: {}, TIERS: {}, ALWAYS: {}}
     checks: list[Check] = []
     with bench.engines(Sizes(length + 1, device)) as (never,):
-        block_s = bench.worker.block_size * _computing(bench, never, prompt) / length
         for speed in SPEEDS:
+            block_s = bench.worker.block_size * _computing(bench, never, prompt) / length
             name = f"first token of {bench.shape.guarded}, loading at {speed:g} x: s"
             guarded = Sizes(length + 1, device, host=device, load_s=block_s / speed)
             always = Sizes(length + 1, device, host=device, load_s=block_s / speed, guard=False)
@@ -35,10 +35,14 @@ def measure(bench: Bench) -> Outcome:
                 seconds = _in_turns([never, *engines], prompt, bench.shape.rounds, speed)
             for figures, value in zip(sides.values(), seconds, strict=True):
                 figures[name] = value
-            computed, mine, loaded = seconds
-            title = f"guard against the better of always and never, loading at {speed:g} x"
-            checks.append(Check(title, mine / min(computed, loaded), "x", MAX_SLOWER, at_least=False))
+            checks.append(check(speed, *seconds))
     return Outcome(sides, checks)
+
+
+def check(speed: float, computed: float, guarded: float, loaded: float) -> Check:
+    """The guard's time as a multiple of the better of the others."""
+    name = f"guard against the better of always and never, loading at {speed:g} x"
+    return Check(name, guarded / min(computed, loaded), "x", MAX_SLOWER, at_least=False)
 
 
 def _computing(bench: Bench, engine: TieredEngine, prompt: list[int]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from cluster.bench.report import Figures, medians, ratio
+from cluster.bench.report import Check, Figures, medians, ratio
 from cluster.bench.tiers.engine import TieredEngine, drop_pages
 from cluster.bench.tiers.shape import DISK, HOST, NONE, Bench, Outcome, Sizes
 from cluster.bench.workload import Words
@@ -39,10 +39,14 @@ def measure(bench: Bench) -> Outcome:
                 for side, figures in ((NONE, computed), (HOST, host), (DISK, disk)):
                     rounds[side].append(figures)
     results = {side: medians(some) for side, some in rounds.items()}
-    name = f"first token of {shape.prompt} against computing"
-    checks = ratio(f"{name}, host hit", results, _first(shape.prompt), (HOST, NONE), MAX_HOST, at_least=False)
-    checks += ratio(f"{name}, disk hit", results, _first(shape.prompt), (DISK, NONE), MAX_DISK, at_least=False)
-    return Outcome(results, checks)
+    return Outcome(results, checks_of(results, shape.prompt))
+
+
+def checks_of(results: dict[str, Figures], tokens: int) -> list[Check]:
+    """What the figures have to show."""
+    name = f"first token of {tokens} against computing"
+    checks: list[Check] = ratio(f"{name}, host hit", results, _first(tokens), (HOST, NONE), MAX_HOST, at_least=False)
+    return checks + ratio(f"{name}, disk hit", results, _first(tokens), (DISK, NONE), MAX_DISK, at_least=False)
 
 
 def _hit(engine: TieredEngine, prompt: list[int], tokens: int) -> Figures:

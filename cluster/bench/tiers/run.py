@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ def run(config: ClusterConfig, shape: Shape, parts: tuple[Part, ...] = tuple(Par
     try:
         model = Model(path, worker.dtype, worker.device)
         tiers = config.tiers.model_copy(update={"policy": "write-through"})
+        gc.freeze()  # as workers do: a collection that walks through all that is loaded would be a long gap
         for part in MEASURES:
             if part in parts:
                 console.print(part.value)
@@ -55,6 +57,8 @@ def run(config: ClusterConfig, shape: Shape, parts: tuple[Part, ...] = tuple(Par
                 checks += outcome.checks
     except (StartError, ModelUnsupported, ValueError) as error:
         raise UserError(str(error)) from error
+    finally:
+        gc.unfreeze()
     about = {"model": served_name(config.model.name), "device": str(model.device), "dtype": model.dtype}
     return Report({**asdict(shape), **about, "threads": threads}, results, checks)
 

@@ -25,8 +25,8 @@ FILE_SPARE = 64 * 1024
 class Shape:
     """Hits of `prompt` tokens; the guard with prompts of `guarded` tokens; `streams` answers that run while `demoted`
     bytes go down; `conversations` of `turns` turns, with a message of `first` tokens before them and `question` tokens
-    and an answer of `output` in each; `requests` different prompts of `different` tokens. `rounds` repetitions of
-    everything but the conversations."""
+    and an answer of `output` in each; `requests` different prompts of `different` tokens. Hits, the guard and different
+    prompts are measured `rounds` times."""
 
     prompt: int
     guarded: int
