@@ -32,7 +32,7 @@ SHAPE = Shape(
     turns=2,
     first=32,
     question=8,
-    output=4,
+    output=10,
     requests=2,
     different=40,
     rounds=1,
@@ -60,8 +60,8 @@ def test_everything_is_measured(tiny: Path, tmp_path: Path) -> None:
     }
     assert loaded == {HOST: (4, 0), DISK: (0, 4)}
     cached = {side: report.results[side]["their cached tokens"] for side in (NONE, TIERS)}
-    # In the second turn all but the last blocks of 44 tokens are found below.
-    assert cached[TIERS] >= SHAPE.conversations * 32 > cached[NONE]
+    # In the second turn the first one's 50 tokens, answer included, are found: three blocks.
+    assert cached[TIERS] >= SHAPE.conversations * 48 > cached[NONE]
     assert report.results[TIERS]["demoted: MB"] == pytest.approx(0.1, rel=0.5)
     assert len(report.results[ALWAYS]) == len(guard.SPEEDS)
     assert len(report.checks) == 2 + len(guard.SPEEDS) + 1 + 1 + 1
