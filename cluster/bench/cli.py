@@ -242,7 +242,7 @@ def tiers(
     demoted: Annotated[str, typer.Option(help="bytes that go down meanwhile, such as 1GB")] = "1GB",
     conversations: Annotated[int, typer.Option(min=3, help="conversations over a device that holds two")] = 20,
     turns: Annotated[int, typer.Option(min=1, help="turns of each conversation")] = 10,
-    first: Annotated[int, typer.Option(min=1, help="tokens before the first question")] = 600,
+    first: Annotated[int, typer.Option(min=1, help="tokens before the first question")] = 800,
     question: Annotated[int, typer.Option(min=1, help="tokens of each question")] = 60,
     output: Annotated[int, typer.Option(min=1, help="tokens of each answer in a conversation")] = 16,
     requests: Annotated[int, typer.Option(min=1, help="prompts in a round of different ones")] = 8,
