@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.bench.tiers.parts import Part
 from cluster.config import ClusterConfig, load
 from cluster.signals import interruptible
 
@@ -256,6 +257,46 @@ def tier_quality(
 
     flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
     _report(run(load(config, flags), Shape(prompts, prompt, output, rounds), text), as_json, check)
+
+
+@app.command("tiers")
+def tiers(
+    prompt: Annotated[int, typer.Option(min=16, help="tokens of a hit")] = 2000,
+    guarded: Annotated[int, typer.Option(min=64, help="tokens that the guard may load")] = 1000,
+    streams: Annotated[int, typer.Option(min=1, help="answers that run while much goes down")] = 8,
+    demoted: Annotated[str, typer.Option(help="bytes that go down meanwhile, such as 1GB")] = "1GB",
+    conversations: Annotated[int, typer.Option(min=3, help="conversations over a device that holds two")] = 20,
+    turns: Annotated[int, typer.Option(min=1, help="turns of each conversation")] = 10,
+    first: Annotated[int, typer.Option(min=1, help="tokens before the first question")] = 800,
+    question: Annotated[int, typer.Option(min=1, help="tokens of each question")] = 60,
+    output: Annotated[int, typer.Option(min=1, help="tokens of each answer in a conversation")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="prompts in a round of different ones")] = 8,
+    different: Annotated[int, typer.Option(min=1, help="tokens of each of those")] = 500,
+    rounds: Rounds = 5,
+    only: Annotated[list[Part] | None, typer.Option(help="leave out the other parts; may be repeated")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
+    threads: Threads = None,
+    config: Config = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """Host memory and disk below the device, in this process and without Ray: first tokens behind what they have; the
+    guard at several speeds of loading; running answers while much goes down; conversations over a small device; and
+    different prompts, for which tiers only cost. Files go to a new directory in tiers.disk_path, or where the system
+    has temporary files, and are deleted in the end."""
+    from cluster.bench.tiers.run import run
+    from cluster.bench.tiers.shape import Shape
+    from workers.config import parse_bytes
+
+    try:
+        size = parse_bytes(demoted)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--demoted") from None
+    flags = {"model.name": model, "worker.dtype": dtype, "worker.device": device, "worker.threads": threads}
+    sizes = (prompt, guarded, streams, size, conversations, turns, first, question, output, requests, different, rounds)
+    _report(run(load(config, flags), Shape(*sizes), tuple(only or Part)), as_json, check)
 
 
 @app.command("transfer")

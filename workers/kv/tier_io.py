@@ -117,7 +117,7 @@ class TierIO:
 
     def __init__(self, records: Records, disk: DiskStore | None, wake: Callable[[], object]) -> None:
         self.disk = disk
-        self._records = records
+        self.records = records
         self._wake = wake
         self._done: deque[Job] = deque()
         self._found: deque[Found] = deque()
@@ -196,14 +196,14 @@ class TierIO:
 
     def _save(self, job: Save) -> None:
         begun = time.perf_counter()
-        self._records.save(job.blocks, job.slots)
+        self.records.save(job.blocks, job.slots)
         job.done, job.seconds = len(job.blocks), time.perf_counter() - begun
 
     def _write(self, job: Write) -> None:
         assert self.disk is not None
         for block, slot in zip(job.blocks, job.slots, strict=True):
             other = self.disk.owner(block.digest)
-            if other is None and not self.disk.write(block, memoryview(self._records.rows[slot])):
+            if other is None and not self.disk.write(block, memoryview(self.records.rows[slot])):
                 return
             job.owners.append(other or self.disk.worker)
 
@@ -223,7 +223,7 @@ class TierIO:
                 if job.stopped:
                     return
                 if job.targets:
-                    self._records.load(slots, job.targets[start : job.read])
+                    self.records.load(slots, job.targets[start : job.read])
                     job.done = job.read
             job.host_s += time.perf_counter() - copied
             if job.read < start + len(parts):
@@ -241,7 +241,7 @@ class TierIO:
             return earlier.read > number
         if part.owner and self.disk is not None:
             try:
-                job.failed = not self.disk.read(part.owner, part.block, memoryview(self._records.rows[part.slot]))
+                job.failed = not self.disk.read(part.owner, part.block, memoryview(self.records.rows[part.slot]))
             except OSError as error:
                 _log.warning("cannot read from disk: %s", error)
                 return False
