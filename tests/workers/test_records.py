@@ -130,6 +130,17 @@ def test_whatever_is_finite_comes_back_finite(form: str, values: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("form", LOSSY)
+@pytest.mark.parametrize("tiny", [1e-45, 2.7e-43, 1e-40, 1.4e-37, 1.5e-36, 1e-35])
+def test_next_to_nothing_is_nothing_or_itself(form: str, tiny: float) -> None:
+    """Where the inverse of a scale would be infinite, or its last digits are lost."""
+    values = np.full((1, 2, 1, 3), tiny, np.float32)
+    values[0, 0] = 0
+    back = restored(*quantized(values, form), form)
+    assert (back[0, 0] == 0).all()
+    assert (back[0, 1] == 0).all() or np.allclose(back, values, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("form", LOSSY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_never_becomes_a_number(form: str, bad: float) -> None:
     values = np.ones((2, 3, 2, 4), np.float32)
