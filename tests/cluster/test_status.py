@@ -25,7 +25,7 @@ def shown(statuses: list[WorkerStatus]) -> str:
 @pytest.mark.parametrize("form", ["exact", "int8", "fp8"])
 def test_tiers_are_shown_with_their_format(form: str) -> None:
     """In full."""
-    tiers = TierStatus(form, 125, 124, 234, 99_000_000, 3, False, TierStats(1234, 567, 89))
+    tiers = TierStatus(form, 125, 124, 234, 99_000_000, 3, False, 0, 0, TierStats(1234, 567, 89))
     workers = [
         replace(stand_in(name, "both", Speeds(), 1), blocks=BLOCKS, tiers=tiers) for name in ("prefill-0", "decode-0")
     ]

@@ -75,7 +75,8 @@ def stored(machine: Machine, count: int) -> tuple[list[Block], list[int]]:
     """Blocks on disk, and what they have to be."""
     blocks, sources = chain(count), list(range(count))
     wanted = machine.content(sources)
-    machine.done(Save(sources, sources), write := Write(blocks, sources))
+    machine.done(Save(sources, sources))  # first: another thread writes
+    machine.done(write := Write(blocks, sources))
     assert write.owners == ["me"] * count
     return blocks, wanted
 
