@@ -48,7 +48,6 @@ class Keeper:
         self._clock = clock
         self._lives: dict[str, Life] = {}
         self._asked: dict[str, Any] = {}
-        self._beginnings: dict[str, threading.Thread] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
@@ -78,9 +77,7 @@ class Keeper:
                 self._ended(name, life, why)
             if life.due(self._clock()) and not self._stopping.is_set():
                 life.starting(self._clock())
-                thread = threading.Thread(target=self._begin, args=(name, life), name=f"begin-{name}", daemon=True)
-                self._beginnings[name] = thread
-                thread.start()
+                threading.Thread(target=self._begin, args=(name, life), name=f"begin-{name}", daemon=True).start()
 
     def _ask(self, name: str, life: Life) -> None:
         call = self._asked.get(name)

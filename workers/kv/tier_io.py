@@ -22,8 +22,8 @@ from workers.kv.disk import DiskStore
 from workers.kv.records import Records
 
 _log = logging.getLogger(__name__)
-NICE = 10
-"""Of the thread that writes beside an engine. On Linux each thread has its own."""
+NICE = 19
+"""Of the threads that work beside an engine and that no request waits for. On Linux each thread has its own."""
 SCANNED_S = 5000
 """Headers of files that are read in a second."""
 SCAN_BATCH = 100
