@@ -16,6 +16,8 @@ from cluster.lives import Life, State
 _log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """How often all actors are looked at."""
+AWAY_S = 3.0
+"""Between two looks, after which what was not heard meanwhile says nothing about the actors."""
 RELEASE_S = 30.0
 """How long Ray may take to give the name of an actor that has ended free."""
 
@@ -48,11 +50,13 @@ class Keeper:
         self._clock = clock
         self._lives: dict[str, Life] = {}
         self._asked: dict[str, Any] = {}
+        self._looked_at = clock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
     def start(self) -> None:
         """Begin; all actors serve by now."""
+        self._looked_at = self._clock()
         self._lives = {name: Life(self._clock()) for name in self._cluster.names()}
         self._thread.start()
 
@@ -69,6 +73,10 @@ class Keeper:
                 _log.exception("cannot look after the actors")
 
     def _look(self) -> None:
+        now, before, self._looked_at = self._clock(), self._looked_at, self._clock()
+        if now - before > AWAY_S:  # this process was stopped, or had no turn
+            for life in self._lives.values():
+                life.not_watched(now - before)
         for name, life in self._lives.items():
             if life.state is State.UP:
                 self._ask(name, life)

@@ -48,6 +48,11 @@ class Life:
             self._stepped = now
         self._pulse, self._heard = pulse, now
 
+    def not_watched(self, seconds: float) -> None:
+        """Nobody has looked for so long: that is no silence."""
+        self._heard += seconds
+        self._stepped += seconds
+
     def ended(self, why: str, now: float) -> None:
         """Its process has ended, or its start has failed."""
         if self.state is State.DOWN:

@@ -164,7 +164,6 @@ class Worker:
     async def join(self, config: GossipConfig, seeds: Sequence[Address] = ()) -> Address:
         """Tell all routers what is here, from now on; returns where this node can be joined through."""
         summary = Summary(self.name, self.incarnation, config.keys_per_worker)
-
         self._gossip = await GossipNode.start(
             self.name,
             WORKER,
@@ -185,8 +184,7 @@ class Worker:
     async def pulse(self) -> Pulse:
         """Whether this process lives, and its engine makes steps."""
         speed = self._speeds.prompt_tokens_s
-        step_s = self._config.step_tokens / speed if speed else 0.0
-        return Pulse(self._turns, self._engine.has_work, step_s)
+        return Pulse(self._turns, self._engine.has_work, self._config.step_tokens / speed if speed else 0.0)
 
     async def stop(self) -> None:
         """Abort what runs and end the threads."""

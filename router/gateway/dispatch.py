@@ -17,7 +17,7 @@ from opentelemetry import trace
 
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import errors, metrics
-from router.gateway.errors import failed, invalid, overloaded, unavailable
+from router.gateway.errors import ApiError, failed, invalid, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, DECODE, PREFILL
 from transfer.directory import Directory, PeerDead, PeerError
@@ -276,12 +276,16 @@ class Dispatcher:
             if willing and self._again(attempt, prompt, failing | others, local_tokens):
                 left = 1
                 continue
-            waits = [one.wait_s(self._router.view.now()) for one in self._router.view.living(PREFILL, BOTH)]
-            full = f"every candidate is busy; the last had {outcome.queued} requests queued"
-            busy = overloaded(full, min(waits, default=0.0))
             lost = AttemptFailed(f"{name} does not have what was believed", frozenset())
-            attempt.queue.put_nowait(busy if outcome.status == "busy" else lost)
+            attempt.queue.put_nowait(self._all_busy(outcome) if outcome.status == "busy" else lost)
             return
+
+    def _all_busy(self, last: Outcome) -> ApiError:
+        """What a client hears where everybody is busy, and when it should try again."""
+        view = self._router.view
+        waits = [one.wait_s(view.now()) for one in view.living(PREFILL, BOTH)]
+        full = f"every candidate is busy; the last had {last.queued} requests queued"
+        return overloaded(full, min(waits, default=0.0))
 
     def _again(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str], local_tokens: int | None) -> bool:
         """Plan for other workers; False when there are none."""

@@ -26,86 +26,90 @@ prediction_error = _meter.create_histogram(
 )
 duration = _meter.create_histogram("headwater_request_duration", unit="s", description="from arrival to the end")
 
-
-TIER_PROBLEMS = ("bad_files", "write_errors")
+Read = Callable[[View], Iterable[Observation]]
 
 
 def observe(view: View, in_flight: Callable[[], int]) -> None:
     """Register gauges over the router's view of the workers and the gateway's running requests."""
 
-    def workers(value: Callable[[View], Iterable[Observation]]) -> Callable[[CallbackOptions], Iterable[Observation]]:
-        return lambda _: value(view)
+    def of(read: Read) -> list[Callable[[CallbackOptions], Iterable[Observation]]]:
+        return [lambda _: read(view)]
 
-    def blocks(view: View) -> Iterable[Observation]:
-        for worker in view.workers.values():
-            for state, number in worker.status.blocks.items() if worker.status and worker.alive else ():
-                yield Observation(number, {"worker": worker.name, "state": state})
+    def gauge(name: str, read: Read, description: str) -> None:
+        _meter.create_observable_gauge(name, of(read), description=description)
 
-    def queue(view: View) -> Iterable[Observation]:
-        for worker in view.workers.values():
-            if worker.status and worker.alive:
-                yield Observation(worker.status.running, {"worker": worker.name, "state": "running"})
-                yield Observation(worker.status.waiting, {"worker": worker.name, "state": "waiting"})
+    def counter(name: str, read: Read, description: str) -> None:
+        _meter.create_observable_counter(name, of(read), description=description)
 
-    def transfers(**fields: str) -> list[Callable[[CallbackOptions], Iterable[Observation]]]:
-        """Fields of `TransferStats`, each under its label."""
-
-        def read(view: View) -> Iterable[Observation]:
-            for worker in view.workers.values():
-                if worker.status is not None:
-                    for kind, name in fields.items():
-                        yield Observation(getattr(worker.status.transfer, name), {"worker": worker.name, "kind": kind})
-
-        return [workers(read)]
-
-    def tier_blocks(view: View) -> Iterable[Observation]:
-        for worker in view.workers.values():
-            if worker.status and worker.alive and (tiers := worker.status.tiers) is not None:
-                for state in ("host_blocks", "host_cached", "disk_cached", "under_way", "read_only"):
-                    yield Observation(getattr(tiers, state), {"worker": worker.name, "state": state})
-
-    def tier_work(view: View) -> Iterable[Observation]:
-        for worker in view.workers.values():
-            if worker.status is not None and (tiers := worker.status.tiers) is not None:
-                for kind, number in (
-                    asdict(tiers.stats) | {name: getattr(tiers, name) for name in TIER_PROBLEMS}
-                ).items():
-                    yield Observation(number, {"worker": worker.name, "kind": kind})
-
-    def alive(view: View) -> Iterable[Observation]:
-        for worker in view.workers.values():
-            yield Observation(int(worker.alive), {"worker": worker.name, "role": worker.role})
-
-    _meter.create_observable_gauge("headwater_worker_blocks", [workers(blocks)], description="KV blocks by state")
-    _meter.create_observable_gauge("headwater_worker_requests", [workers(queue)], description="requests by state")
-    _meter.create_observable_gauge("headwater_worker_up", [workers(alive)], description="1 while the worker answers")
-    _meter.create_observable_counter(
+    gauge("headwater_worker_blocks", _blocks, "KV blocks by state")
+    gauge("headwater_worker_requests", _queue, "requests by state")
+    gauge("headwater_worker_up", _alive, "1 while the worker answers")
+    counter(
         "headwater_transfer_bytes",
-        transfers(sent="sent_bytes", hidden="hidden_bytes", received="received_bytes"),
-        description="KV between workers; hidden: sent before the prompt was computed to its end",
+        _transfers(sent="sent_bytes", hidden="hidden_bytes", received="received_bytes"),
+        "KV between workers; hidden: sent before the prompt was computed to its end",
     )
-    _meter.create_observable_counter(
-        "headwater_transfer_seconds", transfers(sending="sending_s"), description="with a write under way"
-    )
-    _meter.create_observable_counter(
+    counter("headwater_transfer_seconds", _transfers(sending="sending_s"), "with a write under way")
+    counter(
         "headwater_transfers",
-        transfers(sent="sent", failed="failed", accepted="accepted", refused="refused", expired="expired"),
-        description="transfers by how they ended at either side; expired: leases that were asked about",
+        _transfers(sent="sent", failed="failed", accepted="accepted", refused="refused", expired="expired"),
+        "transfers by how they ended at either side; expired: leases that were asked about",
     )
-    _meter.create_observable_counter(
+    counter(
         "headwater_transfer_blocks",
-        transfers(fetched="fetched_blocks", lost="lost_blocks"),
-        description="blocks fetched from other workers' caches; blocks in quarantine until a restart",
+        _transfers(fetched="fetched_blocks", lost="lost_blocks"),
+        "blocks fetched from other workers' caches; blocks in quarantine until a restart",
     )
-    _meter.create_observable_gauge(
+    gauge(
         "headwater_tier_blocks",
-        [workers(tier_blocks)],
-        description="blocks below the device: room of host memory, cached there, cached on disk, under way; read_only "
-        "is 1 while nothing can be written to disk",
+        _tier_blocks,
+        "blocks below the device: room of host memory, cached there, cached on disk, under way; read_only is 1 while "
+        "nothing can be written to disk",
     )
-    _meter.create_observable_counter(
-        "headwater_tier_work", [workers(tier_work)], description="what the tiers below the device did, by kind"
-    )
-    _meter.create_observable_gauge(
-        "headwater_requests_in_flight", [lambda _: [Observation(in_flight())]], description="prompts under way"
-    )
+    counter("headwater_tier_work", _tier_work, "what the tiers below the device did, by kind")
+    gauge("headwater_requests_in_flight", lambda _: [Observation(in_flight())], "prompts under way")
+
+
+def _blocks(view: View) -> Iterable[Observation]:
+    for worker in view.workers.values():
+        for state, number in worker.status.blocks.items() if worker.status and worker.alive else ():
+            yield Observation(number, {"worker": worker.name, "state": state})
+
+
+def _queue(view: View) -> Iterable[Observation]:
+    for worker in view.workers.values():
+        if worker.status and worker.alive:
+            yield Observation(worker.status.running, {"worker": worker.name, "state": "running"})
+            yield Observation(worker.status.waiting, {"worker": worker.name, "state": "waiting"})
+
+
+def _alive(view: View) -> Iterable[Observation]:
+    for worker in view.workers.values():
+        yield Observation(int(worker.alive), {"worker": worker.name, "role": worker.role})
+
+
+def _transfers(**fields: str) -> Read:
+    """Fields of `TransferStats`, each under its label."""
+
+    def read(view: View) -> Iterable[Observation]:
+        for worker in view.workers.values():
+            if worker.status is not None:
+                for kind, name in fields.items():
+                    yield Observation(getattr(worker.status.transfer, name), {"worker": worker.name, "kind": kind})
+
+    return read
+
+
+def _tier_blocks(view: View) -> Iterable[Observation]:
+    for worker in view.workers.values():
+        if worker.status and worker.alive and (tiers := worker.status.tiers) is not None:
+            for state in ("host_blocks", "host_cached", "disk_cached", "under_way", "read_only"):
+                yield Observation(getattr(tiers, state), {"worker": worker.name, "state": state})
+
+
+def _tier_work(view: View) -> Iterable[Observation]:
+    for worker in view.workers.values():
+        if worker.status is not None and (tiers := worker.status.tiers) is not None:
+            problems = {"bad_files": tiers.bad_files, "write_errors": tiers.write_errors}
+            for kind, number in (asdict(tiers.stats) | problems).items():
+                yield Observation(number, {"worker": worker.name, "kind": kind})

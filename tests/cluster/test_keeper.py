@@ -114,6 +114,19 @@ def test_who_dies_hangs_or_is_stuck_gets_another_life(actors: Actors, said: list
     assert actors.lives("other") == 1
 
 
+def test_a_keeper_that_stood_still_ends_nobody(actors: Actors) -> None:
+    lines: list[str] = []
+    late = [0.0]
+    keeping = Keeper(actors, lines.append, lambda: time.monotonic() + late[0])
+    keeping.start()
+    time.sleep(0.3)
+    late[0] = 1000.0
+    time.sleep(0.5)
+    keeping.stop()
+    assert lines == []
+    assert actors.lives("one") == actors.lives("other") == 1
+
+
 def test_who_cannot_start_is_tried_again_until_it_can(actors: Actors, said: list[str], tmp_path: Path) -> None:
     broken = tmp_path / "one.broken"
     broken.touch()

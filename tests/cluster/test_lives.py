@@ -59,6 +59,16 @@ def test_who_does_not_answer_is_dead_but_not_after_a_short_stop() -> None:
     assert life.hopeless(2 * SILENT_S) == "no answer for 16 s"
 
 
+def test_who_was_not_watched_was_not_silent() -> None:
+    life = Life(0.0)
+    life.heard(Pulse(3, busy=True, step_s=0.1), 1.0)
+    life.not_watched(100.0)
+    assert life.hopeless(102.0) is None
+    life.heard(Pulse(3, busy=True, step_s=0.1), 102.0)
+    assert life.hopeless(102.0) is None
+    assert life.hopeless(102.0 + SILENT_S) is not None
+
+
 def test_lives_that_end_soon_follow_one_another_more_and_more_slowly() -> None:
     life, now, pauses = Life(0.0), 0.0, []
     for _ in range(9):

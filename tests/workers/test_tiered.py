@@ -82,6 +82,25 @@ def test_salts_share_nothing(made: Callable[..., Tiered]) -> None:
     assert answer(one.engine, prompt, b"a")[1].cached_tokens == 96
 
 
+def test_what_is_lent_comes_up_and_nothing_is_evicted_for_what_is_not_there(made: Callable[..., Tiered]) -> None:
+    one = made(12, 32)
+    prompt, other = list(range(1, 97)), list(range(100, 230))
+    answer(one.engine, prompt)
+    one.rest()
+    cached = one.engine.cache.counts()["cached"]
+    assert not one.engine.promote(request(prompt, 1))  # it is there
+    assert not one.engine.promote(request(other, 1))  # nobody has it
+    assert one.engine.cache.counts()["cached"] == cached
+    one.engine.cache.clear()
+    assert one.engine.promote(request(prompt, 1))
+    promoted: list[str] = []
+    while not promoted:
+        promoted = one.engine.plan().promoted
+    assert one.engine.cache.counts()["cached"] == 6
+    one.rest()
+    assert_idle(one.engine)
+
+
 def test_aborts_in_every_state_leave_nothing_behind(tiny: Model, made: Callable[..., Tiered]) -> None:
     one = made(20, 60, 2 * BLOCKS)
     rng = random.Random(5)

@@ -241,9 +241,8 @@ class Engine:
     def promote(self, request: Request) -> bool:
         """Load what a lower tier has of a prompt, so that it can be lent; a step's plan says when that is over. False
         when there is nothing to load, or no room."""
-        lower = self.cache.tiers
-        if lower is None or not lower.found(request.salt, request.prompt, self.found(request) // self.cache.block_size):
-            return False
+        if not self.cache.below(request.salt, request.prompt):
+            return False  # and nothing was evicted for it
         sequence = self._new(request, hand_off=False)
         sequence.stage = Stage.BORROWING
         room = not self._scheduler.short and self.cache.admit(sequence, sequence.prompt_length, whole=True)

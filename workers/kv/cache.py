@@ -112,10 +112,15 @@ class KVCache:
 
     def prefetch(self, sequence: Sequence) -> None:
         """A queued sequence cannot begin yet: let what is far away come nearer meanwhile."""
-        if self.tiers is not None and not sequence.prefetched and self.reuse and not sequence.request.sees_all_rows:
+        if self.tiers is not None and not sequence.prefetched and not sequence.request.sees_all_rows:
             tokens = sequence.packed(sequence.length - 1)
             cached = self.radix.peek(sequence.salt, tokens, partial=False) // self.block_size
             sequence.prefetched = self.tiers.prefetch(sequence.salt, tokens, cached)
+
+    def below(self, salt: bytes, tokens: bytes) -> int:
+        """How many blocks of packed `tokens` a lower tier has behind those that the device has."""
+        cached = self.radix.peek(salt, tokens, partial=False) // self.block_size
+        return self.tiers.found(salt, tokens, cached) if self.tiers is not None else 0
 
     def settled(self) -> list[Sequence]:
         """Let blocks go up and down, between two steps. Returns sequences whose load is over, however it went: what has

@@ -38,7 +38,6 @@ class Save:
     blocks: list[int]
     slots: list[int]
     done: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -195,9 +194,8 @@ class TierIO:
                 self.disk.remove(digest)
 
     def _save(self, job: Save) -> None:
-        begun = time.perf_counter()
         self.records.save(job.blocks, job.slots)
-        job.done, job.seconds = len(job.blocks), time.perf_counter() - begun
+        job.done = len(job.blocks)
 
     def _write(self, job: Write) -> None:
         assert self.disk is not None
@@ -212,7 +210,7 @@ class TierIO:
             parts = job.parts[start : start + EXTENT]
             begun = time.perf_counter()
             for number, part in enumerate(parts, start):
-                self._announce(job, number + AHEAD)
+                self._read_ahead(job, number + AHEAD)
                 if job.stopped or not self._fetch(job, part):
                     break
                 job.read += 1
@@ -229,7 +227,7 @@ class TierIO:
             if job.read < start + len(parts):
                 return
 
-    def _announce(self, job: Load, number: int) -> None:
+    def _read_ahead(self, job: Load, number: int) -> None:
         """Let the disk begin with a part that is wanted soon."""
         if self.disk is not None and number < len(job.parts) and (part := job.parts[number]).owner:
             self.disk.prefetch(part.owner, part.block)

@@ -293,7 +293,7 @@ class Tiers:
 
     def _delete(self, oldest: Iterable[Entry], count: int) -> None:
         for entry in list(islice(oldest, max(0, count))):
-            if entry.owner:  # it may have gone with one above it
+            if not entry.gone:  # with one above it
                 self.stats.evicted_files += 1
                 self._leave_disk(entry)
 
