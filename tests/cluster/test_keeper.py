@@ -22,6 +22,7 @@ class Kept:
     def __init__(self, file: str) -> None:
         self._file = file
         self._pulse = Pulse()
+        self._takes_s = 0.0
 
     def start(self) -> None:
         with open(self._file, "a") as file:
@@ -30,7 +31,11 @@ class Kept:
             raise RuntimeError("no start today")
 
     def pulse(self) -> Pulse:
+        time.sleep(self._takes_s)
         return self._pulse
+
+    def take(self, seconds: float) -> None:
+        self._takes_s = seconds
 
     def be(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -115,13 +120,14 @@ def test_who_dies_hangs_or_is_stuck_gets_another_life(actors: Actors, said: list
 
 
 def test_a_keeper_that_stood_still_ends_nobody(actors: Actors) -> None:
+    ray.get([one.take.remote(0.5) for one in actors.actors.values()])  # so that answers are under way at any time
     lines: list[str] = []
     late = [0.0]
     keeping = Keeper(actors, lines.append, lambda: time.monotonic() + late[0])
     keeping.start()
     time.sleep(0.3)
     late[0] = 1000.0
-    time.sleep(0.5)
+    time.sleep(1.0)
     keeping.stop()
     assert lines == []
     assert actors.lives("one") == actors.lives("other") == 1
