@@ -569,3 +569,13 @@ def test_even_nodes_of_one_block_are_within_700_bytes_each() -> None:
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert size < 700 * radix.cached
+
+
+def test_of_what_is_kept_the_lower_priority_goes_first() -> None:
+    machine = Machine()
+    machine.something_there("fifo")
+    for kind, priority in ((1, 1), (2, 0)):
+        machine.insert(b"", packed(kind), 0, True)
+        machine.protect(len(machine.pins) - 1, priority, 3)
+        machine.unpin(len(machine.pins) - 1)
+    machine.evict(1)  # checks which

@@ -128,7 +128,10 @@ class RadixCache:
         self._serial = count()
         # (priority, worth, serial, leaf). A sorted list, not a heap: its costs hardly grow with its length.
         self._queue = SortedList()
+        # (keep_until, serial, leaf), to see whose time is over; (priority, keep_until, serial, leaf), to see who goes
+        # first when there is nobody else.
         self._kept: list[tuple[float, int, Node]] = []
+        self._kept_by_priority = SortedList()
         self.cached = 0
         self.pinned = 0
 
@@ -436,17 +439,19 @@ class RadixCache:
         """Queue a node for eviction if it qualifies; entries that have gone stale are dropped when they come up."""
         if not _evictable(node):
             return
-        if len(self._queue) + len(self._kept) > 1024 + 4 * self.cached:
+        if len(self._queue) + max(len(self._kept), len(self._kept_by_priority)) > 1024 + 4 * self.cached:
             self._rebuild()
         if node.keep_until > (self._clock() if now is None else now):
-            heapq.heappush(self._kept, (node.keep_until, next(self._serial), node))
+            number = next(self._serial)
+            heapq.heappush(self._kept, (node.keep_until, number, node))
+            self._kept_by_priority.add((node.priority, node.keep_until, number, node))
         else:
             self._queue.add((node.priority, self._policy.worth(node), next(self._serial), node))
 
     def _rebuild(self) -> None:
         """Drop stale entries, of which every use of a leaf leaves one."""
         queued = {entry[-1]: None for entry in self._queue} | {entry[-1]: None for entry in self._kept}
-        self._queue, self._kept = SortedList(), []
+        self._queue, self._kept, self._kept_by_priority = SortedList(), [], SortedList()
         for node in queued:
             self._offer(node)
 
@@ -462,11 +467,11 @@ class RadixCache:
             if (node.priority, self._policy.worth(node)) == (priority, worth) and node.keep_until <= now:
                 return node
             self._offer(node, now)
-        while self._kept:
-            keep_until, _, node = heapq.heappop(self._kept)
+        while self._kept_by_priority:
+            priority, keep_until, _, node = self._kept_by_priority.pop(0)
             if not _evictable(node):
                 continue
-            if node.keep_until == keep_until:
+            if (node.priority, node.keep_until) == (priority, keep_until):
                 return node
             self._offer(node, now)
         return None
