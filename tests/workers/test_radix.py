@@ -572,10 +572,11 @@ def test_even_nodes_of_one_block_are_within_700_bytes_each() -> None:
 
 
 def test_of_what_is_kept_the_lower_priority_goes_first() -> None:
-    machine = Machine()
-    machine.something_there("fifo")
-    for kind, priority in ((1, 1), (2, 0)):
-        machine.insert(b"", packed(kind), 0, True)
-        machine.protect(len(machine.pins) - 1, priority, 3)
-        machine.unpin(len(machine.pins) - 1)
-    machine.evict(3)  # two that are not kept, and one that is; it checks which
+    radix = RadixCache(BLOCK, POLICIES["fifo"](), lambda: 0.0)
+    for block, priority in ((0, 1), (1, 0)):
+        node = radix.insert(b"", packed(block + 1), [block]).node
+        radix.pin(node)
+        radix.protect(node, priority, 5.0)
+        radix.unpin(node)
+    assert radix.evict(1) == [1]
+    assert radix.evict(1) == [0]
