@@ -7,9 +7,10 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Annotated, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,10 +19,15 @@ from cluster import running
 from cluster.bench.cli import app as bench_app
 from cluster.cache_cli import app as cache_app
 from cluster.config import ClusterConfig, load, on_this_machine
+from cluster.deploy_cli import add_to
 from cluster.errors import UserError
 from cluster.key_cli import app as key_app
 from cluster.signals import interruptible, on_signals
 from cluster.simulate.cli import simulate
+
+if TYPE_CHECKING:
+    from cluster.control import Control
+    from cluster.controller import Report
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Disaggregated LLM serving on Ray."
@@ -31,6 +37,7 @@ app.add_typer(model_app, name="model")
 app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
+add_to(app)
 app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -122,58 +129,63 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         _errors.print(f"warning: tiers.format is {settings.tiers.format}: {LOSSY}")
     _check_port(settings)
     path = _resolve(settings.model.name)
-    # Ray and torch take seconds to import; mistakes in the command line should not have to wait for them.
+    # Ray takes seconds to import; mistakes in the command line should not have to wait for it.
     import ray
 
     from cluster.connection import STOP_S, connect, disconnect
-    from cluster.models import served_name
 
     status = _errors.status("starting Ray")
     try:
         with status:
             connect(address)
             interruptible()  # Ray has installed its own
-            from cluster.keeper import Keeper
-            from cluster.launch import Cluster
+            from cluster.control import begin, until_told
 
-            cluster = Cluster(settings, path)
-            keeper = Keeper(cluster, lambda line: _errors.print(line, markup=False))
-            cluster.start(progress=status.update)
+            control = begin(detached=False)
+            control.call("deploy", settings, path, 0.0, progress=status.update)
+            report = control.call("report")
         on_signals(lambda *_: stop.put(None))
     except BaseException:
         on_signals(signal.SIG_IGN)
         disconnect()
         raise
-    until = None
+    until, healthy = None, False
     try:
         with running.announced(ray.get_runtime_context().gcs_address):
-            urls = " and ".join(cluster.urls)
-            model = served_name(settings.model.name)
-            keys = settings.gateway.keys_file or settings.gateway.api_keys
-            access = {"header": " -H 'Authorization: Bearer KEY'" if keys else "", "key": "KEY" if keys else "none"}
-            typer.echo(READY.format(python=sys.executable, model=model, urls=urls, url=cluster.url, **access))
-            keeper.start()
-            stop.get()
+            _say_ready(settings, report)
+            alive = until_told(control, partial(_told, stop))
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
-        keeper.stop()
-        healthy = _drain(cluster)
+        healthy = alive and _end(control, until)
     finally:
         on_signals(signal.SIG_IGN)
-        cluster.stop(until)
         disconnect(until)
     raise typer.Exit(0 if healthy else 1)
 
 
-def _drain(cluster: Any) -> bool:
-    """Let running requests finish; False when that fails."""
-    from ray.exceptions import RayError
+def _say_ready(settings: ClusterConfig, report: Report) -> None:
+    keys = settings.gateway.keys_file or settings.gateway.api_keys
+    access = {"header": " -H 'Authorization: Bearer KEY'" if keys else "", "key": "KEY" if keys else "none"}
+    urls = {"urls": " and ".join(report.urls), "url": report.urls[0]}
+    typer.echo(READY.format(python=sys.executable, model=report.model, **urls, **access))
 
+
+def _told(stop: SimpleQueue[None], seconds: float) -> bool:
+    """Whether a signal comes within some seconds."""
+    try:
+        stop.get(timeout=seconds)
+    except Empty:
+        return False
+    return True
+
+
+def _end(control: Control, until: float) -> bool:
+    """Let running requests finish and everything end; False when that fails."""
     _errors.print("stopping: running requests may finish")
     try:
-        if cut := cluster.drain():
+        if cut := control.end(until):
             _errors.print(f"{cut} requests were cut off")
-    except RayError as error:
-        _errors.print(f"error: draining failed: {type(error).__name__}")
+    except UserError as error:
+        _errors.print(f"error: draining failed: {error}", markup=False)
         return False
     return True
 

@@ -9,7 +9,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -35,6 +35,11 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Resources = Annotated[
+    dict[str, Annotated[float, Field(gt=0)]], Field(description="Ray resources that each takes, such as {GPU: 1}")
+]
+
+
 class ModelConfig(_Section):
     """Which model is served."""
 
@@ -45,18 +50,21 @@ class PrefillConfig(_Section):
     """Workers that only compute prompts."""
 
     replicas: int = Field(1, ge=0, description="number of prefill workers")
+    resources: Resources = {}
 
 
 class DecodeConfig(_Section):
     """Workers that only generate."""
 
     replicas: int = Field(1, ge=0, description="number of decode workers")
+    resources: Resources = {}
 
 
 class BothConfig(_Section):
     """Workers that do both."""
 
     replicas: int = Field(0, ge=0, description="number of workers with both roles")
+    resources: Resources = {}
 
 
 class ClusterConfig(_Section):
@@ -87,6 +95,10 @@ class ClusterConfig(_Section):
     def gateways(self) -> list[str]:
         """Names of the wanted gateways."""
         return gateway_names(self.gateway.replicas)
+
+    def resources(self, kind: str) -> dict[str, float]:
+        """Ray resources that an actor of a role, or a `gateway`, takes."""
+        return dict(getattr(self, kind).resources)
 
     @property
     def workers(self) -> list[tuple[str, str]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from cluster.connection import LaunchError
 from cluster.lives import Life, State
 
 _log = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ LOOK_S = 0.5
 """How often all actors are looked at."""
 AWAY_S = 3.0
 """Between two looks, after which what was not heard meanwhile says nothing about the actors."""
+WAIT_POLL_S = 0.05
 RELEASE_S = 30.0
 """How long Ray may take to give the name of an actor that has ended free."""
 
@@ -37,8 +39,8 @@ class Kept(Protocol):
     def create(self, name: str) -> None:
         """Create an actor's next life, under the same name. Raises ValueError while the name is not free."""
 
-    def begin(self, name: str) -> list[Callable[[], Any]]:
-        """The calls that make a new actor serve, one after the other."""
+    def begin(self, name: str) -> None:
+        """Make a new actor serve, however long that takes. Raises RayError."""
 
 
 class Keeper:
@@ -54,11 +56,35 @@ class Keeper:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
 
-    def start(self) -> None:
-        """Begin; all actors serve by now."""
+    def start(self, lost: Sequence[str] = ()) -> None:
+        """Begin; all actors serve by now, but for those that are `lost`."""
         self._looked_at = self._clock()
-        self._lives = {name: Life(self._clock()) for name in self._cluster.names()}
+        now = self._clock()
+        self._lives = {name: Life.wanted(now) if name in lost else Life(now) for name in self._cluster.names()}
         self._thread.start()
+
+    def add(self, name: str) -> None:
+        """Start an actor, and look after it from now on."""
+        self._lives[name] = Life.wanted(self._clock())
+
+    def forget(self, name: str) -> None:
+        """Look after an actor no more."""
+        self._lives.pop(name, None)
+        self._asked.pop(name, None)
+
+    def wait(self, name: str, seconds: float) -> None:
+        """Until an actor serves. Raises LaunchError if it cannot start, or takes longer."""
+        life, until = self._lives[name], self._clock() + seconds
+        while life.state is not State.UP:
+            if life.state is State.DOWN and life.why:
+                raise LaunchError(f"{name}: {life.why}")
+            if self._clock() > until:
+                raise LaunchError(f"{name}: not ready after {seconds:.0f} s")
+            time.sleep(WAIT_POLL_S)
+
+    def lives(self) -> dict[str, tuple[State, int, str]]:
+        """What is known of each actor: its state, its lives so far, and why it is not up."""
+        return {name: (life.state, life.lives, life.why) for name, life in list(self._lives.items())}
 
     def stop(self) -> None:
         """Start nothing any more."""
@@ -75,9 +101,9 @@ class Keeper:
     def _look(self) -> None:
         now, before, self._looked_at = self._clock(), self._looked_at, self._clock()
         if now - before > AWAY_S:  # this process was stopped, or had no turn
-            for life in self._lives.values():
+            for life in list(self._lives.values()):
                 life.not_watched(now - before)
-        for name, life in self._lives.items():
+        for name, life in list(self._lives.items()):
             if life.state is State.UP:
                 self._ask(name, life)
             if (why := life.hopeless(self._clock())) is not None:
@@ -93,7 +119,7 @@ class Keeper:
             call = self._asked[name] = self._cluster.pulse(name)
         try:
             if ray.wait([call], timeout=0)[0]:
-                del self._asked[name]
+                self._asked.pop(name, None)
                 life.heard(ray.get(call), self._clock())
         except RayActorError as error:
             self._asked.pop(name, None)
@@ -103,6 +129,8 @@ class Keeper:
             _log.warning("%s: %s", name, error)
 
     def _ended(self, name: str, life: Life, why: str) -> None:
+        if self._lives.get(name) is not life:  # nobody wants it any more
+            return
         self._asked.pop(name, None)
         life.ended(why, self._clock())
         self._said(f"{name} has ended ({why}); it is started again")
@@ -113,16 +141,16 @@ class Keeper:
         try:
             self._cluster.end(name)  # Ray keeps the name of an actor that has died by itself
             self._create(name)
-            for call in self._cluster.begin(name):
-                ray.get(call())
+            self._cluster.begin(name)
         except Exception as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             if life.lives == number and not self._stopping.is_set():
                 self._ended(name, life, f"cannot start: {' '.join(str(cause).split())[:200]}")
             return
-        if life.lives == number:
+        if life.lives == number and self._lives.get(name) is life:
             life.started(self._clock())
-            self._said(f"{name} serves again")
+            if number > 1:
+                self._said(f"{name} serves again")
 
     def _create(self, name: str) -> None:
         until = self._clock() + RELEASE_S

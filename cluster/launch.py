@@ -1,12 +1,12 @@
-"""Cluster: start workers and a gateway as Ray actors, and stop them so that nothing is left."""
+"""Cluster: start workers and gateways as Ray actors, change who they are, and stop them so that nothing is left."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,19 @@ import ray
 from pydantic import SecretStr
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster import telemetry
-from cluster.config import ClusterConfig
+from cluster import placement, telemetry
+from cluster.config import ClusterConfig, gateway_names
 from cluster.connection import DEFAULT_NAME, STOP_S, LaunchError, share
 from cluster.models import served_name
+from cluster.placement import share_cores
 from router.gateway.actor import Gateway
 from router.view import DECODE, PREFILL
 from transfer.directory import RayDirectory
+from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address
 from transfer.layout import KVLayout
-from transfer.messages import Peer, WorkerStatus
-from workers.actor import Worker
+from transfer.messages import Member, Peer, Place, WorkerStatus
+from workers.actor import LEAVE_S, LEND_S, Worker
 from workers.config import WorkerConfig
 
 MAX_CONCURRENCY = 100_000
@@ -33,34 +35,90 @@ MAX_CONCURRENCY = 100_000
 START_TIMEOUT_S = 600.0
 JOIN_S = 5.0
 """How long others may take to say where gossip can be joined through."""
+TELL_S = 5.0
+"""How long gateways may take to hear who the workers are. One that takes longer hears it later."""
+ASK_S = 10.0
 DRAIN_END_S = 1.5
-"""What a drain may take beyond the time that requests are given: the end of the HTTP server."""
+"""What a gateway's drain may take beyond the time that requests are given: the end of the HTTP server."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What there is to know of a cluster that runs already. `going` are workers that leave for good."""
+
+    config: ClusterConfig
+    model: Path
+    members: tuple[Member, ...]
+    gateways: tuple[str, ...]
+    ports: tuple[int, ...]
+    going: frozenset[str] = frozenset()
 
 
 class Cluster:
-    """One Headwater cluster in the current Ray cluster; its name is the Ray namespace."""
+    """One Headwater cluster in the current Ray cluster; its name is the Ray namespace. `detached` actors outlive the
+    process that made them."""
 
-    def __init__(self, config: ClusterConfig, model: Path, name: str = DEFAULT_NAME) -> None:
+    def __init__(self, config: ClusterConfig, model: Path, name: str = DEFAULT_NAME, detached: bool = False) -> None:
+        if config.gossip.key is None:
+            key = SecretStr(secrets.token_hex())
+            config = config.model_copy(update={"gossip": config.gossip.model_copy(update={"key": key})})
         self.config = config
+        self.members = {name: Member(name, role) for name, role in config.workers}
+        self.going: set[str] = set()
         self.ports: list[int] = []
+        self.places: dict[str, Place] = {}
+        self.avoided: set[str] = set()
+        """Ids of Ray nodes where no actor is to begin."""
         self._model = model
         self._name = name
+        self._detached = detached
         self._actors: dict[str, Any] = {}
-        self._cores = 1
+        self._gateways = config.gateways
         self._gpus = 0.0
-        self._threads: dict[str, int] = {}
         self._seeds: list[Address] = []
-        self.gossip = config.gossip
+
+    @classmethod
+    def adopted(cls, state: State, name: str) -> Cluster:
+        """A cluster that runs already. Actors that have ended meanwhile are in `lost`."""
+        made = cls(state.config, state.model, name, detached=True)
+        made.members = {member.name: replace(member, leaving=False) for member in state.members}
+        made.ports, made.going = list(state.ports), set(state.going)
+        made._gateways = list(state.gateways)
+        made._share_gpus()
+        for one in made.names():
+            with suppress(ValueError, RayError):
+                made._actors[one] = ray.get_actor(one, namespace=name)
+                ray.get(made._actors[one].gossip_address.remote(), timeout=ASK_S)  # it has begun to serve
+                made.places[one] = ray.get(made._actors[one].place.remote(), timeout=ASK_S)
+        return made
+
+    @property
+    def lost(self) -> list[str]:
+        """Actors that there should be, of which nothing is known."""
+        return [name for name in self.names() if name not in self.places]
+
+    @property
+    def state(self) -> State:
+        """What to know of it later."""
+        members = tuple(self.members.values())
+        gateways = tuple(self._gateways)
+        return State(self.config, self._model, members, gateways, tuple(self.ports), frozenset(self.going))
+
+    @property
+    def gossip(self) -> GossipConfig:
         """Gossip settings, with a key."""
-        if config.gossip.key is None:
-            self.gossip = config.gossip.model_copy(update={"key": SecretStr(secrets.token_hex())})
+        return self.config.gossip
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return served_name(self.config.model.name)
 
     @property
     def urls(self) -> list[str]:
         """Where the gateways listen."""
-        host = "127.0.0.1" if self.config.gateway.host == "0.0.0.0" else self.config.gateway.host
         scheme = "https" if self.config.gateway.tls_certificate is not None else "http"
-        return [f"{scheme}://{host}:{port}" for port in self.ports]
+        return [f"{scheme}://{self._host(name)}:{port}" for name, port in zip(self._gateways, self.ports, strict=True)]
 
     @property
     def url(self) -> str:
@@ -70,6 +128,7 @@ class Cluster:
     def start(self, progress: Callable[[str], None] = lambda _: None) -> None:
         """Start everything and wait until it can serve. Raises LaunchError, with nothing left running."""
         try:
+            placement.check(self.config, self.counts)
             self._start_workers(progress)
             progress("starting the gateways")
             self._start_gateways()
@@ -87,22 +146,27 @@ class Cluster:
     @property
     def gateways(self) -> list[Any]:
         """The gateways' actor handles."""
-        return [self._actors[name] for name in self.config.gateways]
+        return [self._actors[name] for name in self._gateways]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many actors of each kind there should be: of each role, and gateways."""
+        roles = [member.role for member in self.members.values()]
+        return {role: roles.count(role) for role in dict.fromkeys(roles)} | {"gateway": len(self._gateways)}
 
     def statuses(self) -> list[WorkerStatus]:
         """Each living worker's own account."""
-        workers = [self._actors[name] for name, _ in self.config.workers]
-        return list(ray.get([worker.status.remote() for worker in workers], timeout=10))
+        return list(ray.get([self._actors[name].status.remote() for name in self.members], timeout=ASK_S))
 
     def seeds(self) -> list[Address]:
         """Where gossip can be joined through: the gateways."""
-        return list(ray.get([one.gossip_address.remote() for one in self.gateways], timeout=10))
+        return list(ray.get([one.gossip_address.remote() for one in self.gateways], timeout=ASK_S))
 
     # --- for the keeper -----------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Names of all actors."""
-        return [name for name, _ in self.config.workers] + self.config.gateways
+        return [*self.members, *self._gateways]
 
     def pulse(self, name: str) -> Any:
         """A call of an actor that comes to a `Pulse`."""
@@ -110,22 +174,27 @@ class Cluster:
 
     def end(self, name: str) -> None:
         """End an actor's process."""
-        ray.kill(self._actors[name])
+        self.places.pop(name, None)
+        if (actor := self._actors.get(name)) is not None:
+            ray.kill(actor)
 
     def create(self, name: str) -> None:
         """Create an actor, or its next life. Raises ValueError while its name is taken."""
-        roles = dict(self.config.workers)
-        self._actors[name] = self._worker(name, roles[name]) if name in roles else self._gateway(name, self._port(name))
+        self._actors[name] = self._worker(self.members[name]) if name in self.members else self._gateway(name)
 
-    def begin(self, name: str) -> list[Callable[[], Any]]:
-        """The calls that make a new actor serve, in order."""
+    def begin(self, name: str) -> None:
+        """Make a new actor serve. Raises RayError."""
         actor = self._actors[name]
-        if name in self._threads:
-            return [
-                lambda: actor.start.remote(self._threads[name]),
-                lambda: actor.join.remote(self.gossip, self._known(name)),
-            ]
-        return [lambda: actor.start.remote(self._known(name))]
+        self.places[name] = place = ray.get(actor.place.remote())
+        if name in self.members:
+            beside = sum(self.places[one].node == place.node for one in self.members if one in self.places)
+            ray.get(actor.start.remote(max(1, place.cores // beside)))
+            ray.get(actor.join.remote(self.gossip, self._known(name)))
+            if self.members[name].leaving and name not in self.going:
+                self.leaves(name, False)
+        else:
+            self._listens(name, ray.get(actor.start.remote(self._known(name))))
+            ray.get(actor.members.remote(list(self.members.values())))
 
     def _known(self, name: str) -> list[Address]:
         """Where gossip can be joined through: all other actors that answer."""
@@ -136,6 +205,60 @@ class Cluster:
             with suppress(RayError):
                 found.append(ray.get(call))
         return found
+
+    # --- changes ------------------------------------------------------------------------------------------------
+
+    def add(self, kind: str) -> str:
+        """There should be one more worker of a role, or `gateway`; returns its name. The keeper starts it."""
+        if kind == "gateway":
+            self._gateways = gateway_names(len(self._gateways) + 1)
+            return self._gateways[-1]
+        name = next(name for number in range(len(self.members) + 1) if (name := f"{kind}-{number}") not in self.members)
+        self.members[name] = Member(name, kind)
+        self.tell()
+        return name
+
+    def remove(self, name: str) -> None:
+        """There should be this actor no more; of the gateways, the last one. Its process is ended."""
+        if name in self.members:
+            del self.members[name]
+            self.going.discard(name)
+            self.tell()
+        else:
+            self._gateways.remove(name)
+            del self.ports[len(self._gateways) :]
+        self.end(name)
+        self._actors.pop(name, None)
+
+    def leaves(self, name: str, leaving: bool = True) -> None:
+        """A worker gets nothing new any more, or gets it again."""
+        self.members[name] = replace(self.members[name], leaving=leaving)
+        self.tell()
+
+    def role_is(self, name: str, role: str) -> None:
+        """A worker has another role from now on. Raises RayError when it does not answer."""
+        ray.get(self._actors[name].role_is.remote(role), timeout=ASK_S)
+        self.members[name] = replace(self.members[name], role=role)
+        self.tell()
+
+    def tell(self) -> None:
+        """Let the gateways know who the workers are."""
+        gateways = [self._actors[name] for name in self._gateways if name in self._actors]
+        calls = [one.members.remote(list(self.members.values())) for one in gateways]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+
+    def emptied(self, name: str) -> int:
+        """Let an actor end what it has: a worker within `worker.drain_s`, after which others go on with the rest, a
+        gateway within `gateway.drain_s`. Returns how many requests went elsewhere, or were cut off by a gateway. Raises
+        RayError."""
+        actor = self._actors[name]
+        if name not in self.members:
+            return int(ray.get(actor.drain.remote(), timeout=self.config.gateway.drain_s + DRAIN_END_S))
+        seconds = self.config.worker.drain_s
+        moved = ray.get(actor.drain.remote(seconds), timeout=seconds + LEND_S + LEAVE_S + ASK_S)
+        ray.get(actor.stop.remote(), timeout=ASK_S)
+        return int(moved)
 
     def drain(self) -> int:
         """Let running requests finish, up to the configured time; returns how many were cut off. Raises RayError when
@@ -156,7 +279,7 @@ class Cluster:
         """End every actor, the gateways first. Workers may take half of the time until `until` (monotonic; default:
         `STOP_S` from now) to end by themselves."""
         until = time.monotonic() + STOP_S if until is None else until
-        for name in self.config.gateways:
+        for name in self._gateways:
             if (gateway := self._actors.pop(name, None)) is not None:
                 ray.kill(gateway)
         workers, self._actors = list(self._actors.values()), {}
@@ -165,26 +288,31 @@ class Cluster:
         for one in workers:
             ray.kill(one)
 
-    def _start_workers(self, progress: Callable[[str], None]) -> None:
-        workers = self.config.workers
+    # --- the start ----------------------------------------------------------------------------------------------
+
+    def _share_gpus(self) -> None:
         available = 0.0 if self.config.worker.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        self._gpus = min(1.0, available / len(workers))
-        for name, _ in workers:
+        self._gpus = min(1.0, available / len(self.members))
+
+    def _start_workers(self, progress: Callable[[str], None]) -> None:
+        self._share_gpus()
+        names = list(self.members)
+        for name in names:
             self.create(name)
-        actors = [self._actors[name] for name, _ in workers]
+        actors = [self._actors[name] for name in names]
         progress("starting the workers")
-        hosts = self._all([one.host.remote() for one in actors])
-        self._cores = hosts[0][1]
-        self._threads = {name: share for (name, _), share in zip(workers, share_cores(hosts), strict=True)}
+        places = self._all([one.place.remote() for one in actors])
+        self.places |= dict(zip(names, places, strict=True))
+        shares = share_cores([(one.node, one.cores) for one in places])
         self._all(
-            [one.start.remote(self._threads[name]) for (name, _), one in zip(workers, actors, strict=True)],
-            lambda ready: progress(f"loading the model: {ready} of {len(workers)} workers ready"),
+            [one.start.remote(threads) for one, threads in zip(actors, shares, strict=True)],
+            lambda ready: progress(f"loading the model: {ready} of {len(actors)} workers ready"),
         )
         first, *others = actors
         seeds = self._all([first.join.remote(self.gossip)])
         self._seeds = seeds + self._all([one.join.remote(self.gossip, seeds) for one in others])
         peers = self._all([one.describe.remote() for one in actors])
-        check_layouts([(role, peer) for (_, role), peer in zip(workers, peers, strict=True)])
+        check_layouts([(member.role, peer) for member, peer in zip(self.members.values(), peers, strict=True)])
 
     def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
         """The results of calls to several actors; `progress` hears how many have answered. Raises LaunchError with the
@@ -202,30 +330,46 @@ class Cluster:
     def worker_config(self) -> WorkerConfig:
         """What the first worker has while no other computes, for who wants to measure the same."""
         config = self.config.worker
-        return config.model_copy(update={"threads": config.threads or self._cores})
+        return config.model_copy(update={"threads": config.threads or next(iter(self.places.values())).cores})
 
     def _start_gateways(self) -> None:
-        for name in self.config.gateways:
+        for name in self._gateways:
             self.create(name)
+        places = self._all([one.place.remote() for one in self.gateways])
+        self.places |= dict(zip(self._gateways, places, strict=True))
         self.ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
+
+    def _host(self, name: str) -> str:
+        host = self.config.gateway.host
+        if host != "0.0.0.0":
+            return host
+        return self.places[name].address if self.config.gateway.same_port and name in self.places else "127.0.0.1"
+
+    def _listens(self, name: str, port: int) -> None:
+        self.ports[self._gateways.index(name) :] = [port, *self.ports[self._gateways.index(name) + 1 :]]
 
     def _port(self, name: str) -> int:
         """Where a gateway is to listen: where it has listened before."""
-        number = self.config.gateways.index(name)
-        return self.ports[number] if self.ports else self.config.gateway.ports[number]
+        number = self._gateways.index(name)
+        return self.ports[number] if number < len(self.ports) else self.config.gateway.port_of(number)
 
-    def _worker(self, name: str, role: str) -> Any:
+    def _options(self, name: str, kind: str, gpus: float) -> dict[str, Any]:
+        made = {"name": name, "namespace": self._name, "max_concurrency": MAX_CONCURRENCY}
+        if self._detached:
+            made["lifetime"] = "detached"
+        return made | placement.options(self.config.resources(kind), gpus, self.avoided)
+
+    def _worker(self, member: Member) -> Any:
         config = self.config
-        options = {"name": name, "namespace": self._name, "num_cpus": 0, "num_gpus": self._gpus}
         environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
         return (
             ray.remote(Worker)
-            .options(**options, max_concurrency=MAX_CONCURRENCY, runtime_env=environment)
+            .options(**self._options(member.name, member.role, self._gpus), runtime_env=environment)
             .remote(
-                name,
-                role,
+                member.name,
+                member.role,
                 self._model,
-                served_name(config.model.name),
+                self.model_name,
                 config.worker,
                 config.transfer,
                 RayDirectory(self._name),
@@ -233,14 +377,14 @@ class Cluster:
             )
         )
 
-    def _gateway(self, name: str, port: int) -> Any:
-        options = {"name": name, "namespace": self._name, "num_cpus": 0, "max_concurrency": MAX_CONCURRENCY}
+    def _gateway(self, name: str, port: int | None = None) -> Any:
+        port = self._port(name) if port is None else port
         return (
             ray.remote(Gateway)
-            .options(**options)
+            .options(**self._options(name, "gateway", 0.0))
             .remote(
                 name,
-                self.config.workers,
+                [(member.name, member.role) for member in self.members.values()],
                 self._model,
                 self.config.gateway.model_copy(update={"port": port}),
                 self.config.router,
@@ -249,14 +393,6 @@ class Cluster:
                 telemetry.setup,
             )
         )
-
-
-def share_cores(hosts: Sequence[tuple[str, int]]) -> list[int]:
-    """Threads for each worker while all start at once, given its host and the cores that it may use there. Two that
-    compute at once would otherwise wait for each other's threads at every operator. (Later those share the cores that
-    have something to compute, see workers/cores.py.)"""
-    workers = Counter(name for name, _ in hosts)
-    return [max(1, cores // workers[name]) for name, cores in hosts]
 
 
 def check_layouts(workers: Sequence[tuple[str, Peer]]) -> None:

@@ -42,6 +42,13 @@ class Life:
         self._pause_s = PAUSE_S
         self._due = 0.0
 
+    @classmethod
+    def wanted(cls, now: float) -> Life:
+        """One that is to begin at once."""
+        made = cls(now)
+        made.state, made.lives, made._due = State.DOWN, 0, now
+        return made
+
     def heard(self, pulse: Pulse, now: float) -> None:
         """It has answered."""
         if not pulse.busy or not self._pulse.busy or pulse.steps != self._pulse.steps:

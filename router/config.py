@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import ssl
 from pathlib import Path
+from typing import Annotated
 
 import jinja2
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -47,6 +48,12 @@ class GatewayConfig(BaseModel):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(
         8000, ge=0, le=65535, description="port to listen on; further gateways take the next ones; 0 takes free ones"
+    )
+    same_port: bool = Field(
+        False, description="all gateways listen on `port`; their `resources` put each on a node of its own"
+    )
+    resources: dict[str, Annotated[float, Field(gt=0)]] = Field(
+        {}, description="Ray resources that each gateway takes, such as {gateway: 1}"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
@@ -152,11 +159,15 @@ class GatewayConfig(BaseModel):
 
     @model_validator(mode="after")
     def _there_are_ports_for_all(self) -> Self:
-        if self.port + self.replicas - 1 > 65535:
+        if not self.same_port and self.port + self.replicas - 1 > 65535:
             raise ValueError(f"gateway.port {self.port} leaves no ports for {self.replicas} gateways")
         return self
 
     @property
     def ports(self) -> list[int]:
         """The port of each gateway; 0 for a free one."""
-        return [self.port + number if self.port else 0 for number in range(self.replicas)]
+        return [self.port_of(number) for number in range(self.replicas)]
+
+    def port_of(self, number: int) -> int:
+        """The port of one gateway."""
+        return self.port if self.same_port or not self.port else self.port + number

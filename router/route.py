@@ -16,7 +16,8 @@ from there when that is faster than computing it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from random import Random
 
 from router.config import RouterConfig
@@ -25,7 +26,7 @@ from router.heat import Heat
 from router.ring import Ring
 from router.view import BOTH, DECODE, PREFILL, Held, Holdings, Ladder, View, WorkerView
 from transfer.gossip.frames import Notice
-from transfer.messages import Dispatch, Plan
+from transfer.messages import Dispatch, Member, Plan
 from transfer.prefix import PrefixChain
 
 FEW = 16
@@ -65,8 +66,11 @@ class Ticket:
     _at: float
     _computing: bool = True
     _open: bool = True
+    _counts: bool = field(init=False)
+    """Whether the view counts the prompt among what prefill workers compute. Roles may change meanwhile."""
 
     def __post_init__(self) -> None:
+        self._counts = self._prefill.role != DECODE
         self._count(1)
         self._decode.decodes += 1
 
@@ -75,6 +79,11 @@ class Ticket:
         if self._computing:
             self._end()
             self._router.believe(self._prefill, self._ladder)
+
+    @property
+    def speed(self) -> float:
+        """Prompt tokens a second of the worker that computes."""
+        return self._prefill.prompt_tokens_s
 
     def close(self) -> None:
         """The request is over."""
@@ -93,7 +102,7 @@ class Ticket:
 
     def _count(self, more: int) -> None:
         self._prefill.computing += more
-        if self._prefill.role != DECODE:
+        if self._counts:
             self._router.view.computing += more
 
 
@@ -109,12 +118,14 @@ class Router:
         self._config = config
         self._random = random or Random(name)
         self._numbers_from = numbers_from
-        workers = view.workers.values()
-        self._rings = {
-            role: Ring(one.name for one in workers if one.role in (role, BOTH)) for role in (PREFILL, DECODE)
-        }
+        self._rings = self._made_rings()
         self._heat = Heat(HEAT_KEYS, HEAT_HALF_LIFE_S)
         self._numbers: dict[str, int] = {}
+
+    def members(self, members: Iterable[Member]) -> None:
+        """Who the workers are from now on, those that leave still in their places on the rings."""
+        self.view.members(members)
+        self._rings = self._made_rings()
 
     def plan(
         self,
@@ -178,12 +189,13 @@ class Router:
     def numbered(self, plan: Plan, ticket: Ticket, last: bool) -> Dispatch:
         """What the worker is to know of a dispatch. It may refuse if its queue is much longer than the plan believes,
         unless it is the `last` to be asked."""
-        slack = self._config.admission_slack_s * self.view.workers[plan.prefill].prompt_tokens_s
+        slack = self._config.admission_slack_s * ticket.speed
         return Dispatch(self.name, ticket.notice.number, plan.cached, None if last else plan.queued_tokens + int(slack))
 
     def holds(self, name: str, chain: PrefixChain) -> None:
         """A worker has all of this."""
-        self.believe(self.view.workers[name], Ladder.of(chain))
+        if (worker := self.view.workers.get(name)) is not None:
+            self.believe(worker, Ladder.of(chain))
 
     def believe(self, worker: WorkerView, ladder: Ladder) -> None:
         """The same, until the worker's summary should say it."""
@@ -197,6 +209,10 @@ class Router:
         self.view.soon.forget(name, lost)
 
     # --- who computes the prompt --------------------------------------------------------------------------------
+
+    def _made_rings(self) -> dict[str, Ring]:
+        workers = self.view.workers.values()
+        return {role: Ring(one.name for one in workers if one.role in (role, BOTH)) for role in (PREFILL, DECODE)}
 
     def _but(self, avoid: frozenset[str], *roles: str) -> dict[str, WorkerView]:
         """Workers of some roles that are able, but for those to avoid. If only silent ones are left, those."""
@@ -342,11 +358,10 @@ class _Ask:
         return held.cut((self.tokens - 1) // size * size)
 
     def lenders(self, view: View) -> list[tuple[WorkerView, Usable]]:
-        """Living workers that have most of it by now, and what they lend of it; first those that save most."""
+        """Workers that have most of it by now, and what they lend of it; first those that save most."""
         if self._lenders is None:
             names = self.holdings.deepest(DEEPEST + len(self.avoid))
-            able = view.able(PREFILL, DECODE, BOTH).workers
-            some = [able[name] for name in names if name in able and name not in self.avoid]
+            some = view.lenders(name for name in names if name not in self.avoid)
             lenders = [(one, usable(one, self.whole(self.holdings.there(one.name)))) for one in some]
             self._lenders = sorted(lenders, key=lambda item: (-saved(*item), item[0].in_flight))
         return self._lenders

@@ -18,7 +18,7 @@ from transfer.gossip.frames import Notice
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load
-from transfer.messages import WorkerStatus
+from transfer.messages import Member, WorkerStatus
 from transfer.prefix import PrefixChain
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -43,11 +43,13 @@ class WorkerView:
     reported what was `sent` by this router and what others gave notice of. `computing` and `decodes` count this
     router's own requests that are under way there. `promised` answers, to prompts of which so many tokens together are
     not cached, were sent there by whatever router since the last report, the first of them at `promised_at`. Until
-    `full_until` it has no place for an answer. `prompt_tokens_s` is the speed that it is taken to have."""
+    `full_until` it has no place for an answer, and while it is `leaving` it gets nothing new. `prompt_tokens_s` is the
+    speed that it is taken to have."""
 
     name: str
     role: str
     alive: bool = True
+    leaving: bool = False
     status: WorkerStatus | None = None
     load: Load | None = None
     incarnation: int = 0
@@ -275,10 +277,22 @@ class View:
 
     # --- what is heard of workers -------------------------------------------------------------------------------
 
+    def members(self, members: Iterable[Member]) -> None:
+        """Who the workers are from now on. Those that are new get work once they have answered."""
+        before, self.workers = self.workers, {}
+        for one in members:
+            worker = before.pop(one.name, None) or WorkerView(one.name, one.role, alive=False)
+            worker.role, worker.leaving = one.role, one.leaving
+            self.workers[one.name] = worker
+        for name in before:
+            self.soon.forget_worker(name)
+        self._refreshed = -np.inf
+
     def update(self, status: WorkerStatus) -> bool:
         """A worker has answered; whether it is another life of it than the one that answered before. Its summary may
         have said so already: that tells nobody who waits for the old life."""
-        worker = self.workers[status.name]
+        if (worker := self.workers.get(status.name)) is None:
+            return False
         reborn = worker.status is not None and worker.status.incarnation != status.incarnation
         if not worker.alive or reborn or worker.status is None:
             self._refreshed = -np.inf
@@ -288,8 +302,9 @@ class View:
 
     def mark_dead(self, name: str) -> None:
         """A worker's process has ended; it gets nothing until it answers again."""
-        self.workers[name].alive = False
-        self._refreshed = -np.inf
+        if (worker := self.workers.get(name)) is not None:
+            worker.alive = False
+            self._refreshed = -np.inf
 
     def notice(self, notice: Notice) -> None:
         """Another router has sent a worker a prompt."""
@@ -302,13 +317,14 @@ class View:
 
     def queue_is(self, name: str, tokens: int, router: str = "", number: int = 0) -> None:
         """A worker has answered how long its queue is, which has in it what the router sent up to this dispatch."""
-        worker = self.workers[name]
-        worker.queued_tokens, worker.queued_at = tokens, self.now()
-        worker.sent.arrived(router, number)
+        if (worker := self.workers.get(name)) is not None:
+            worker.queued_tokens, worker.queued_at = tokens, self.now()
+            worker.sent.arrived(router, number)
 
     def full(self, name: str) -> None:
         """A worker has no place for more answers at the moment."""
-        self.workers[name].full_until = self.now() + FULL_S
+        if (worker := self.workers.get(name)) is not None:
+            worker.full_until = self.now() + FULL_S
 
     # --- what a decision needs ----------------------------------------------------------------------------------
 
@@ -323,8 +339,14 @@ class View:
         return self._crowds[roles]
 
     def living(self, *roles: str) -> list[WorkerView]:
-        """Workers of any of these roles that are not known to be dead, silent or not."""
-        return [worker for worker in self.workers.values() if worker.alive and worker.role in roles]
+        """Workers of any of these roles that are not known to be dead and do not leave, silent or not."""
+        workers = self.workers.values()
+        return [worker for worker in workers if worker.alive and worker.role in roles and not worker.leaving]
+
+    def lenders(self, names: Iterable[str]) -> list[WorkerView]:
+        """Those of some workers that others may copy from, also while they leave."""
+        known = [worker for name in names if (worker := self.workers.get(name)) is not None and worker.alive]
+        return [worker for worker in known if self._audible(worker, self.now())]
 
     def holdings(self, ladder: Ladder) -> Holdings:
         """How much of a prompt the workers hold."""

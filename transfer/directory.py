@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import Any, Protocol
 
 import ray
@@ -16,6 +18,8 @@ from ray.exceptions import (
     RayTaskError,
     RuntimeEnvSetupError,
 )
+
+from transfer.messages import Place
 
 _DEAD = (RayActorError, ActorUnschedulableError, OutOfMemoryError, RuntimeEnvSetupError)
 """How Ray says that an actor's process is gone or never came to be."""
@@ -43,6 +47,12 @@ class Directory(Protocol):
 def node_address() -> str:
     """The numeric address of this machine in the Ray cluster."""
     return str(ray.util.get_node_ip_address())
+
+
+def here() -> Place:
+    """Where this process runs. Only in an actor."""
+    node = ray.get_runtime_context().get_node_id()
+    return Place(socket.gethostname(), len(os.sched_getaffinity(0)), node, node_address())
 
 
 class RayDirectory:

@@ -112,7 +112,8 @@ class Delta:
 
     `start` is the index of `tokens[0]` among the output tokens, so that a receiver can order and deduplicate.
     `finish_reason` is "stop" or "length" on the last delta; `error` is set instead where the request failed, and
-    `refused` with it where it would fail on any worker. `logprobs` has one entry a token where they are asked for. With
+    `refused` with it where it would fail on any worker, `moved` where this one only wants others to go on with it, with
+    what it has cached of it. `logprobs` has one entry a token where they are asked for. With
     the first token comes what is wanted of the prompt: `prompt_logprobs` of its tokens from the second on, and
     `embedding`, the mean of its last hidden states as little-endian float32. `loaded`, with the first token only, says
     how many of the `cached_tokens` came from host memory and how many from disk.
@@ -125,10 +126,30 @@ class Delta:
     finish_reason: str | None = None
     error: str | None = None
     refused: bool = False
+    moved: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     embedding: bytes = b""
     loaded: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a process runs: the machine's name, the cores that it may use there, and the Ray node's id and address."""
+
+    host: str
+    cores: int
+    node: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker that there should be. One that is `leaving` gets nothing new; what it holds may be copied from it."""
+
+    name: str
+    role: str
+    leaving: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import torch
 from transfer import ucx
 from transfer.channel import Accepted, Receiver, Refused, Sender
 from transfer.config import TransferConfig
-from transfer.directory import Directory, PeerDead, PeerError
+from transfer.directory import Directory, here
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import WORKER, Address
 from transfer.gossip.node import GossipNode
@@ -38,6 +38,7 @@ from transfer.messages import (
     Dispatch,
     Outcome,
     Peer,
+    Place,
     Pulse,
     Request,
     Reservation,
@@ -54,6 +55,7 @@ from workers.engine.engine import Engine, Produced, StepPlan, StepResult
 from workers.engine.model import Model
 from workers.fetch import Fetch
 from workers.front import Front, Job
+from workers.gateways import TIMEOUT_S, Gateways
 from workers.handover import HandOver
 from workers.kv.tier_io import TierIO
 from workers.loop import Loop
@@ -68,8 +70,9 @@ SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
 WATCH_INTERVAL_S = 0.5
 NO_TIERS = TiersConfig()
-GATEWAY_TIMEOUT_S = 5.0
-DELIVER_RETRY_S = 0.1
+DRAIN_POLL_S = 0.02
+LEND_S, LEAVE_S = 1.0, 10.0
+"""What others go on with is asked for within the first of these, and copied within the second."""
 
 
 class Worker:
@@ -105,12 +108,11 @@ class Worker:
         self._speeds = SpeedMeter()
         self._arrivals = Arrivals()
         self._gossip: GossipNode | None = None
-        self._gateways: dict[str, int] = {}
-        """Process ids of the gateways that have requests here."""
+        self._gateways = Gateways(directory, self._abort_gateway)
 
-    async def host(self) -> tuple[str, int]:
-        """The machine that this process runs on, and the cores that it may use there."""
-        return socket.gethostname(), len(os.sched_getaffinity(0))
+    async def place(self) -> Place:
+        """Where this process runs."""
+        return here()
 
     async def start(self, threads: int | None = None) -> WorkerStatus:
         """Load the model, on `threads` CPU threads unless the configuration sets them, and begin to serve. Raises
@@ -185,6 +187,32 @@ class Worker:
         """Whether this process lives, and its engine makes steps."""
         speed = self._speeds.prompt_tokens_s
         return Pulse(self._turns, self._engine.has_work, self._config.step_tokens / speed if speed else 0.0)
+
+    async def role_is(self, role: str) -> None:
+        """What this worker is for from now on. What it has begun it ends."""
+        self.role = role
+
+    async def drain(self, seconds: float) -> int:
+        """Take nothing new, and let what is here end for so long. Then others go on with the rest of it, from what is
+        cached here, which they may still copy for a while. Returns how many requests that were."""
+        self._state = "draining"
+        until = time.monotonic() + seconds
+        while self._asked and time.monotonic() < until:
+            await asyncio.sleep(DRAIN_POLL_S)
+        moved = self._asked
+        await asyncio.gather(*(self._move(job) for job in moved))
+        if moved:
+            await asyncio.sleep(LEND_S)
+        until = time.monotonic() + LEAVE_S
+        while self._front.jobs and time.monotonic() < until:
+            await asyncio.sleep(DRAIN_POLL_S)
+        return len(moved)
+
+    async def _move(self, job: Job) -> None:
+        """Say that others are to go on with a request before it ends here, so that nobody takes it for a failure."""
+        delta = Delta(job.id, 0, (), 0, error=f"{self.name} leaves", moved=True)
+        await self._gateways.deliver(job.request.gateway, [delta], time.monotonic() + TIMEOUT_S)
+        await self.abort(job.id)
 
     async def stop(self) -> None:
         """Abort what runs and end the threads."""
@@ -320,10 +348,15 @@ class Worker:
 
     @property
     def _full(self) -> bool:
-        """Whether a request more would be too many. Counts jobs as well as the engine's queue, which hears of them a
-        moment later."""
-        asked = sum(not job.aside for job in self._front.jobs.values())
-        return self._engine.full or asked >= self._config.max_running + self._config.max_waiting
+        """Whether a request more would be too many, as any is for a worker that leaves. Counts jobs as well as the
+        engine's queue, which hears of them a moment later."""
+        most = self._config.max_running + self._config.max_waiting
+        return self._state != "ready" or self._engine.full or len(self._asked) >= most
+
+    @property
+    def _asked(self) -> list[Job]:
+        """What clients asked for."""
+        return [job for job in self._front.jobs.values() if not job.aside]
 
     # --- what other workers call --------------------------------------------------------------------------------
 
@@ -426,7 +459,7 @@ class Worker:
                 if delta.finish_reason is not None or delta.error is not None:
                     self._finish(job, delta)
         for gateway, some in by_gateway.items():
-            self._front.spawn(self._deliver(gateway, some, until))
+            self._front.spawn(self._gateways.deliver(gateway, some, until))
 
     def _finish(self, job: Job, delta: Delta) -> None:
         """The engine is done with a request; a hand-off that ended on its first token has nothing to send."""
@@ -461,40 +494,15 @@ class Worker:
         jobs = list(self._front.jobs.values())
         for job in [job for job in jobs if job.outcome is None and now > job.deadline]:
             delta = Delta(job.id, 0, (), 0, error="deadline exceeded")
-            self._front.spawn(self._deliver(job.request.gateway, [delta], now + GATEWAY_TIMEOUT_S))
+            self._front.spawn(self._gateways.deliver(job.request.gateway, [delta], now + TIMEOUT_S))
             await self.abort(job.id)
         await self._takeover.check_leases()
         gateways = {job.request.gateway for job in self._front.jobs.values()}
-        self._gateways = {name: process for name, process in self._gateways.items() if name in gateways}
+        self._gateways.only(gateways)
         for gateway in gateways:
-            self._front.spawn(self._check_gateway(gateway))
-
-    async def _deliver(self, gateway: str, deltas: list[Delta], until: float) -> None:
-        """Bring tokens to a gateway, again and again while their requests may live: they say where they belong, so
-        that bringing them twice does no harm."""
-        while time.monotonic() < until:
-            try:
-                await self._directory.call(gateway, "deliver", deltas, timeout=GATEWAY_TIMEOUT_S)
-                return
-            except PeerDead:
-                await self._abort_gateway(gateway)
-                return
-            except PeerError as error:
-                _log.warning("%s", error)
-                await asyncio.sleep(DELIVER_RETRY_S)
-
-    async def _check_gateway(self, gateway: str) -> None:
-        try:
-            process = await self._directory.call(gateway, "ping", timeout=GATEWAY_TIMEOUT_S)
-            if self._gateways.setdefault(gateway, process) != process:  # another life under the same name
-                await self._abort_gateway(gateway)
-        except PeerDead:
-            await self._abort_gateway(gateway)
-        except PeerError as error:
-            _log.warning("%s", error)
+            self._front.spawn(self._gateways.check(gateway))
 
     async def _abort_gateway(self, gateway: str) -> None:
         """A gateway is gone, and with it whoever wanted its requests answered."""
-        self._gateways.pop(gateway, None)
         for job in [job for job in self._front.jobs.values() if job.request.gateway == gateway]:
             await self.abort(job.id)

@@ -114,6 +114,9 @@ class WorkerConfig(BaseModel):
     )
     shared_attention: bool = Field(True, description="read context that sequences of a step share once for all of them")
     compiled_attention: bool = Field(True, description="compiled attention where few rows see a context, on CPUs")
+    drain_s: float = Field(
+        10.0, ge=0, description="how long a worker that leaves lets requests end before others go on with them"
+    )
     threads: int | None = Field(
         None,
         ge=1,

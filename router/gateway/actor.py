@@ -27,12 +27,12 @@ from router.gateway.text import Text
 from router.gateway.trial import Trials
 from router.route import Router
 from router.view import View
-from transfer.directory import Directory, PeerDead, PeerError
+from transfer.directory import Directory, PeerDead, PeerError, here
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
-from transfer.messages import Delta, Pulse, WorkerStatus
+from transfer.messages import Delta, Member, Place, Pulse, WorkerStatus
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
@@ -75,6 +75,7 @@ class Gateway:
         self._draining = False
         self._server: uvicorn.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._watched: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, seeds: Sequence[Address] = ()) -> int:
         """Begin to serve, with gossip joined through `seeds`; returns the port. Raises OSError when it is taken and
@@ -109,11 +110,21 @@ class Gateway:
         app = create_app(service, self._ready, self._render, self._config, keyring)
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
-        self._tasks += [asyncio.create_task(self._watch(name)) for name in names]
+        self._watched = {name: asyncio.create_task(self._watch(name)) for name in names}
         while not self._server.started and not self._tasks[0].done():
             await asyncio.sleep(0.01)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
+
+    async def members(self, members: list[Member]) -> None:
+        """Who the workers are from now on. What one that is gone still had to do goes on elsewhere."""
+        self._router.members(members)
+        names = {one.name for one in members}
+        for name in self._watched.keys() - names:
+            self._watched.pop(name).cancel()
+            self._dispatcher.worker_died(name)
+        for name in names - self._watched.keys():
+            self._watched[name] = asyncio.create_task(self._watch(name))
 
     async def deliver(self, deltas: list[Delta]) -> None:
         """Workers bring tokens."""
@@ -122,6 +133,10 @@ class Gateway:
     async def pulse(self) -> Pulse:
         """Whether this process lives."""
         return Pulse()
+
+    async def place(self) -> Place:
+        """Where this process runs."""
+        return here()
 
     async def ping(self) -> int:
         """Whether this process lives; returns its id."""
@@ -152,7 +167,7 @@ class Gateway:
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=SERVER_END_S)
-        for task in self._tasks:
+        for task in (*self._tasks, *self._watched.values()):
             task.cancel()
         if self._gossip is not None:
             await self._gossip.stop()
@@ -178,8 +193,8 @@ class Gateway:
 
     async def _watch(self, name: str) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
             await self._heartbeat(name)
+            await asyncio.sleep(HEARTBEAT_S)
 
     async def _heartbeat(self, name: str) -> None:
         """Ask a worker how it is. Only the end of its process counts as death; a slow answer does not."""
@@ -189,7 +204,7 @@ class Gateway:
                 _log.warning("worker %s has another life", name)
                 self._dispatcher.worker_died(name)
         except PeerDead as error:
-            if self._view.workers[name].alive:
+            if (known := self._view.workers.get(name)) is not None and known.alive:
                 _log.warning("worker %s died: %s", name, error)
                 self._view.mark_dead(name)
             self._dispatcher.worker_died(name)

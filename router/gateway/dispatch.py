@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 5.0
 MAX_FULL = 8
 """Decode workers without a place that a request is turned away from, before its client hears of it."""
+MAX_MOVES = 64
+"""Workers that may leave under a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +66,15 @@ class Output:
 
 
 class AttemptFailed(Exception):
-    """A worker failed under the request, or is too busy for it; another plan may succeed."""
+    """A worker failed under the request, is too busy for it, or leaves; another plan may succeed."""
 
-    def __init__(self, reason: str, workers: frozenset[str], busy: bool = False) -> None:
+    def __init__(
+        self, reason: str, workers: frozenset[str] = frozenset(), busy: bool = False, moved: bool = False
+    ) -> None:
         super().__init__(reason)
         self.workers = workers
         self.busy = busy
+        self.moved = moved
 
 
 @dataclass(slots=True)
@@ -145,7 +150,7 @@ class Dispatcher:
         avoid: frozenset[str] = frozenset()
         self.in_flight += 1
         try:
-            left, full = self._router_config.attempts, MAX_FULL
+            left, full, moves = self._router_config.attempts, MAX_FULL, MAX_MOVES
             while True:
                 attempt = self._start(prompt, sampling, sent, deadline, avoid)
                 try:
@@ -156,12 +161,16 @@ class Dispatcher:
                         sent.extend(delta.tokens)
                         attempt.finished = delta.finish_reason is not None
                         if attempt.finished:
-                            known = prompt.tokens + pack_tokens(sent[:-1])  # the last token's KV is not computed
-                            self._router.holds(attempt.answers, prompt.chain.extended(known))
+                            self._holds(attempt, prompt, sent)
                         yield _output(delta, first)
                         if attempt.finished:
                             return
                 except AttemptFailed as error:
+                    if error.moved and moves:
+                        moves -= 1
+                        if sent and (attempt.handed_off or attempt.plan.decode is None):
+                            self._holds(attempt, prompt, sent)
+                        continue
                     _log.warning("request %s: %s", attempt.request.request_id, error)
                     left, full = (left, full - 1) if error.busy else (left - 1, full)
                     if not full or (error.busy and error.workers <= avoid):  # it was asked again: there are no others
@@ -204,7 +213,8 @@ class Dispatcher:
         fault alone, and the view may not know yet that it is dead: so only where a role has no others left, those of
         this role are asked again."""
         generate = request.sampling.max_tokens > 1
-        decode = frozenset(name for name in avoid if self._router.view.workers[name].role == DECODE)
+        workers = self._router.view.workers
+        decode = frozenset(name for name in avoid if name in workers and workers[name].role == DECODE)
         reason = ""
         for some in dict.fromkeys((avoid, decode, avoid - decode, frozenset[str]())):
             try:
@@ -306,6 +316,11 @@ class Dispatcher:
         trace.get_current_span().add_event("headwater.plan", {"request_id": request.request_id, "plan": repr(plan)})
         return ticket
 
+    def _holds(self, attempt: _Attempt, prompt: Prompt, sent: list[int]) -> None:
+        """The worker that answers has all of a request cached, but for the last token's KV, which is not computed."""
+        known = prompt.tokens + pack_tokens(sent[:-1])
+        self._router.holds(attempt.answers, prompt.chain.extended(known))
+
     def _computed(self, attempt: _Attempt, chain: PrefixChain, cached: int) -> None:
         """The first token has come: the prompt is computed, and `cached` says how much of it did not have to be."""
         attempt.begun = True
@@ -330,7 +345,7 @@ class Dispatcher:
             if item.error is not None and item.refused:
                 raise invalid(item.error)
             if item.error is not None:
-                raise AttemptFailed(item.error, attempt.workers)
+                raise AttemptFailed(item.error, attempt.workers, moved=item.moved)
             again = given[item.start : item.start + len(item.tokens)]
             if again and tuple(again) != item.tokens:
                 # Prefill and decode worker both sampled this token and rounding made them differ. Whoever continues

@@ -70,8 +70,8 @@ class Actors:
         options = {"name": name, "namespace": SPACE, "num_cpus": 0}
         self.actors[name] = ray.remote(Kept).options(**options).remote(str(self._path / name))
 
-    def begin(self, name: str) -> list[Callable[[], Any]]:
-        return [self.actors[name].start.remote]
+    def begin(self, name: str) -> None:
+        ray.get(self.actors[name].start.remote())
 
     def lives(self, name: str) -> int:
         return len((self._path / name).read_text().splitlines())

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from cluster.connection import LaunchError
-from cluster.launch import Cluster, check_layouts, share_cores
+from cluster.launch import Cluster, check_layouts
+from cluster.placement import share_cores
 from tests.cluster.conftest import settings
 from transfer.layout import KVLayout, LayerGeometry
 from transfer.messages import Peer

@@ -1,0 +1,359 @@
+"""The controller: an actor that holds what a cluster is to be, and makes it so and keeps it so.
+
+What it has to know of its cluster it keeps in Ray's own store, so that its next life goes on where this one ended: the
+workers and gateways serve meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.experimental import internal_kv
+
+from cluster import placement
+from cluster.config import ClusterConfig
+from cluster.connection import LaunchError
+from cluster.keeper import Keeper
+from cluster.launch import START_TIMEOUT_S, Cluster, State
+from router.view import BOTH, DECODE, PREFILL
+
+_log = logging.getLogger(__name__)
+NAME = "controller"
+CALLS = 64
+"""Calls that it answers at a time, each in a thread."""
+CHANGE_S = 300.0
+"""How long a change waits for the one before it."""
+ROLES = (PREFILL, DECODE, BOTH)
+FIXED = ("model", "gossip", "tiers", "transfer")
+"""Sections of the configuration that workers of one cluster must agree about."""
+_SPACE = b"headwater"
+
+
+@dataclass(frozen=True, slots=True)
+class ActorReport:
+    """One actor: where it is and what the controller knows of its life."""
+
+    name: str
+    role: str
+    state: str
+    node: str
+    starts: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the controller knows and does."""
+
+    model: str
+    urls: list[str]
+    actors: list[ActorReport]
+    doing: str
+    planner: str = ""
+
+
+class Controller:
+    """Of the cluster `name`, which is the Ray namespace. The actors of a `detached` one outlive this process."""
+
+    def __init__(self, name: str, detached: bool) -> None:
+        self._name = name
+        self._detached = detached
+        self._changing = threading.Lock()
+        self._doing = ""
+        self._cluster: Cluster | None = None
+        self._keeper: Keeper | None = None
+        if detached and (saved := internal_kv._internal_kv_get(self._key, namespace=_SPACE)):
+            self._go_on(pickle.loads(saved))
+
+    # --- what operators call ------------------------------------------------------------------------------------
+
+    def deploy(self, config: ClusterConfig, model: Path, patience_s: float) -> None:
+        """Start the cluster; or, where it runs, make it what the configuration says. What it needs of the Ray cluster
+        may be missing for `patience_s`. Raises LaunchError, with nothing started."""
+        with self._change("deploy"):
+            if self._cluster is not None:
+                self._update(self._cluster, config)
+                return
+            cluster = Cluster(config, model, self._name, self._detached)
+            self._await_resources(cluster, patience_s)
+            cluster.start(self._do)
+            self._cluster = cluster
+            self._keep(cluster)
+
+    def scale(self, counts: Mapping[str, int]) -> None:
+        """Have so many actors of each kind: of a role, or `gateway`. Raises LaunchError."""
+        with self._change("scale") as cluster:
+            self._scale(cluster, counts)
+
+    def set_role(self, name: str, role: str) -> None:
+        """Let a worker have another role, without a restart. Raises LaunchError."""
+        with self._change("role") as cluster:
+            self._must_be_worker(cluster, name)
+            self._must_stay(cluster, {name}, {role})
+            cluster.role_is(name, role)
+            self._save()
+
+    def drain(self, names: list[str]) -> None:
+        """Let workers go for good, without a request that fails. Raises LaunchError."""
+        with self._change("drain") as cluster:
+            for name in names:
+                self._must_be_worker(cluster, name)
+            self._must_stay(cluster, set(names), set())
+            for name in names:
+                self._do(f"{name} leaves")
+                self._let_go(cluster, name)
+
+    def drain_node(self, node: str) -> list[str]:
+        """Let all actors leave a node, which is given by its id, address or host name; they begin again elsewhere, or
+        when there is room. Returns their names. Raises LaunchError."""
+        with self._change("drain") as cluster:
+            names = placement.on_node(cluster.places, node)
+            cluster.avoided |= {cluster.places[name].node for name in names}
+            for name in names:
+                self._do(f"{name} leaves {node}")
+                self._empty(cluster, name)
+            return names
+
+    def restart(self) -> None:
+        """Restart every actor, one after the other, without a request that fails. Raises LaunchError."""
+        with self._change("restart") as cluster:
+            self._restart(cluster)
+
+    def down(self, drain: bool = True, seconds: float | None = None) -> int:
+        """End the cluster, within about so many seconds; returns how many requests were cut off. Raises RayError when
+        no gateway answers, with everything ended all the same."""
+        until = None if seconds is None else time.monotonic() + seconds
+        self._do("ending")
+        if self._keeper is not None:
+            self._keeper.stop()
+        cut = 0
+        if (cluster := self._cluster) is not None:
+            self._cluster = None
+            internal_kv._internal_kv_del(self._key, namespace=_SPACE)
+            try:
+                cut = cluster.drain() if drain else 0
+            finally:
+                cluster.stop(until)
+        return cut
+
+    def runs(self) -> bool:
+        """Whether there is a cluster."""
+        return self._cluster is not None
+
+    def doing(self) -> str:
+        """What is under way, for people."""
+        return self._doing
+
+    def report(self) -> Report:
+        """What it knows and does. Raises LaunchError while there is no cluster."""
+        cluster, keeper = self._running()
+        actors = []
+        for name, (state, lives, why) in keeper.lives().items():
+            member = cluster.members.get(name)
+            place = cluster.places.get(name)
+            shown = "leaving" if member is not None and member.leaving else state.value
+            role = member.role if member is not None else "gateway"
+            actors.append(ActorReport(name, role, shown, place.host if place else "", lives, why))
+        return Report(cluster.model_name, cluster.urls, actors, self._doing)
+
+    # --- one change after another -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self, what: str) -> Iterator[Any]:
+        """The cluster, for a change that no other change meets. Raises LaunchError."""
+        if not self._changing.acquire(timeout=CHANGE_S):
+            raise LaunchError(f"{what}: {self._doing or 'another change'} is still under way after {CHANGE_S:.0f} s")
+        try:
+            self._do(what)
+            yield self._cluster if what == "deploy" else self._running()[0]
+        except (RayTaskError, GetTimeoutError, RayError) as error:
+            raise LaunchError(f"{what}: {' '.join(str(error).split())[:300]}") from None
+        finally:
+            self._do("")
+            self._changing.release()
+
+    def _update(self, cluster: Cluster, config: ClusterConfig) -> None:
+        """Another configuration for a cluster that runs."""
+        config = config.model_copy(update={"gossip": cluster.gossip})
+        for section in FIXED:
+            if getattr(config, section) != getattr(cluster.config, section):
+                raise LaunchError(f"{section}: cannot change while the cluster runs; end it first: headwater down")
+        counts = {role: getattr(config, role).replicas for role in ROLES} | {"gateway": config.gateway.replicas}
+        same = _without_counts(config) == _without_counts(cluster.config)
+        cluster.config = config
+        self._save()
+        self._scale(cluster, counts)
+        if not same:
+            self._restart(cluster)
+
+    def _scale(self, cluster: Cluster, counts: Mapping[str, int]) -> None:
+        now = cluster.counts
+        wanted = {kind: counts.get(kind, now.get(kind, 0)) for kind in (*ROLES, "gateway")}
+        _check_counts(wanted)
+        placement.check(cluster.config, wanted)
+        for kind, count in wanted.items():
+            added = [cluster.add(kind) for _ in range(count - now.get(kind, 0))]
+            self._save()
+            self._start(cluster, added)
+        for kind, count in wanted.items():
+            for _ in range(now.get(kind, 0) - count):
+                name = _last(cluster, kind)
+                self._do(f"{name} leaves")
+                self._let_go(cluster, name)
+
+    def _start(self, cluster: Cluster, names: list[str]) -> None:
+        """Start new actors at once. One that cannot start is not wanted any more."""
+        _, keeper = self._running()
+        for name in names:
+            self._do(f"{', '.join(names)} begins")
+            keeper.add(name)
+        for name in names:
+            try:
+                keeper.wait(name, START_TIMEOUT_S)
+            except LaunchError:
+                for one in reversed(names):
+                    keeper.forget(one)
+                    cluster.remove(one)
+                self._save()
+                raise
+        self._save()
+
+    def _restart(self, cluster: Cluster) -> None:
+        for name in cluster.names():
+            self._do(f"restarting {name}")
+            member = cluster.members.get(name)
+            if member is not None and cluster.counts[member.role] == 1:  # nobody could take its place
+                self._start(cluster, [cluster.add(member.role)])
+                self._let_go(cluster, name)
+            else:
+                self._empty(cluster, name)
+                self._running()[1].wait(name, START_TIMEOUT_S)
+
+    def _empty(self, cluster: Cluster, name: str) -> None:
+        """Let an actor end what it has, and begin another life."""
+        _, keeper = self._running()
+        keeper.forget(name)
+        try:
+            if name in cluster.members:
+                cluster.leaves(name)
+            self._emptied(cluster, name)
+        finally:
+            cluster.end(name)
+            keeper.add(name)
+
+    def _let_go(self, cluster: Cluster, name: str) -> None:
+        """Let an actor end what it has, and then itself."""
+        _, keeper = self._running()
+        if name in cluster.members:
+            cluster.going.add(name)
+            self._save()
+            cluster.leaves(name)
+        self._emptied(cluster, name)
+        keeper.forget(name)
+        cluster.remove(name)
+        self._save()
+
+    @staticmethod
+    def _emptied(cluster: Cluster, name: str) -> None:
+        """One that fails meanwhile has nothing any more."""
+        try:
+            cluster.emptied(name)
+        except RayError as error:
+            _log.warning("%s did not end by itself: %s", name, type(error).__name__)
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> bytes:
+        return f"state:{self._name}".encode()
+
+    def _do(self, what: str) -> None:
+        self._doing = what
+
+    def _running(self) -> tuple[Cluster, Keeper]:
+        if self._cluster is None or self._keeper is None:
+            raise LaunchError(f"no Headwater cluster named {self._name!r} runs here")
+        return self._cluster, self._keeper
+
+    def _save(self) -> None:
+        if self._detached and self._cluster is not None:
+            internal_kv._internal_kv_put(self._key, pickle.dumps(self._cluster.state), True, namespace=_SPACE)
+
+    def _keep(self, cluster: Cluster, lost: list[str] | None = None) -> None:
+        self._save()
+        self._keeper = Keeper(cluster, lambda line: _log.warning("%s", line))
+        self._keeper.start(lost or [])
+
+    def _go_on(self, state: State) -> None:
+        """Take the cluster over from the life before."""
+        self._cluster = cluster = Cluster.adopted(state, self._name)
+        self._keep(cluster, cluster.lost)
+        cluster.tell()
+        _log.warning("the controller has begun again with %d actors", len(cluster.names()))
+        threading.Thread(target=self._finish, name="finish", daemon=True).start()
+
+    def _finish(self) -> None:
+        """What the life before had begun to let go."""
+        with self._change("drain") as cluster:
+            for name in sorted(cluster.going & cluster.members.keys()):
+                self._let_go(cluster, name)
+
+    def _await_resources(self, cluster: Cluster, patience_s: float) -> None:
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until and (lines := placement.lacking(cluster.config, cluster.counts)):
+            self._do(f"waiting for resources: {'; '.join(lines)}")
+            time.sleep(1.0)
+
+    @staticmethod
+    def _must_be_worker(cluster: Cluster, name: str) -> None:
+        if name not in cluster.members:
+            raise LaunchError(f"{name!r} is no worker of this cluster; there are {', '.join(cluster.members)}")
+
+    @staticmethod
+    def _must_stay(cluster: Cluster, gone: set[str], instead: set[str]) -> None:
+        roles = {member.role for name, member in cluster.members.items() if name not in gone} | instead
+        if BOTH not in roles and not {PREFILL, DECODE} <= roles:
+            raise LaunchError(f"without {', '.join(sorted(gone))} nobody could answer: there would be {_named(roles)}")
+        lacking = {PREFILL, DECODE} - roles
+        if len(lacking) == 1:
+            raise LaunchError(f"without {', '.join(sorted(gone))} there would be no {lacking.pop()} worker")
+
+
+def _check_counts(wanted: Mapping[str, int]) -> None:
+    """Raise LaunchError for what nobody could be served with."""
+    for kind, count in wanted.items():
+        if count < 0:
+            raise LaunchError(f"{kind}: {count} is less than 0")
+    if bool(wanted[PREFILL]) != bool(wanted[DECODE]):
+        lacking = DECODE if wanted[PREFILL] else PREFILL
+        raise LaunchError(f"{lacking}: 0, but prefill and decode workers only work together")
+    if not (wanted[PREFILL] or wanted[BOTH]):
+        raise LaunchError("prefill, decode and both: 0, but then nobody would answer")
+    if not wanted["gateway"]:
+        raise LaunchError("gateways: 0, but then nobody would listen")
+
+
+def _last(cluster: Cluster, kind: str) -> str:
+    """The actor of a kind that goes first: the one that came last."""
+    if kind == "gateway":
+        return cluster.names()[-1]
+    return [name for name, member in cluster.members.items() if member.role == kind][-1]
+
+
+def _named(roles: set[str]) -> str:
+    return " and ".join(sorted(f"{role} workers" for role in roles)) or "no workers"
+
+
+def _without_counts(config: ClusterConfig) -> ClusterConfig:
+    """The same for any number of actors."""
+    sections = {name: getattr(config, name).model_copy(update={"replicas": 1}) for name in (*ROLES, "gateway")}
+    return config.model_copy(update=sections)
