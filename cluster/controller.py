@@ -158,10 +158,10 @@ class Controller:
         cluster, keeper = self._running()
         actors = []
         for name, (state, lives, why) in keeper.lives().items():
-            member = cluster.members.get(name)
+            spec = cluster.workers.get(name)
             place = cluster.places.get(name)
-            shown = "leaving" if member is not None and member.leaving else state.value
-            role = member.role if member is not None else "gateway"
+            shown = "leaving" if spec is not None and spec.leaving else state.value
+            role = spec.role if spec is not None else "gateway"
             actors.append(ActorReport(name, role, shown, place.host if place else "", lives, why))
         return Report(cluster.model_name, cluster.urls, actors, self._doing)
 
@@ -230,9 +230,9 @@ class Controller:
     def _restart(self, cluster: Cluster) -> None:
         for name in cluster.names():
             self._do(f"restarting {name}")
-            member = cluster.members.get(name)
-            if member is not None and cluster.counts[member.role] == 1:  # nobody could take its place
-                self._start(cluster, [cluster.add(member.role)])
+            spec = cluster.workers.get(name)
+            if spec is not None and cluster.counts[spec.role] == 1:  # nobody could take its place
+                self._start(cluster, [cluster.add(spec.role)])
                 self._let_go(cluster, name)
             else:
                 self._empty(cluster, name)
@@ -243,7 +243,7 @@ class Controller:
         _, keeper = self._running()
         keeper.forget(name)
         try:
-            if name in cluster.members:
+            if name in cluster.workers:
                 cluster.leaves(name)
             self._emptied(cluster, name)
         finally:
@@ -253,7 +253,7 @@ class Controller:
     def _let_go(self, cluster: Cluster, name: str) -> None:
         """Let an actor end what it has, and then itself."""
         _, keeper = self._running()
-        if name in cluster.members:
+        if name in cluster.workers:
             cluster.going.add(name)
             self._save()
             cluster.leaves(name)
@@ -304,7 +304,7 @@ class Controller:
     def _finish(self) -> None:
         """What the life before had begun to let go."""
         with self._change("drain") as cluster:
-            for name in sorted(cluster.going & cluster.members.keys()):
+            for name in sorted(cluster.going & cluster.workers.keys()):
                 self._let_go(cluster, name)
 
     def _await_resources(self, cluster: Cluster, patience_s: float) -> None:
@@ -315,12 +315,12 @@ class Controller:
 
     @staticmethod
     def _must_be_worker(cluster: Cluster, name: str) -> None:
-        if name not in cluster.members:
-            raise LaunchError(f"{name!r} is no worker of this cluster; there are {', '.join(cluster.members)}")
+        if name not in cluster.workers:
+            raise LaunchError(f"{name!r} is no worker of this cluster; there are {', '.join(cluster.workers)}")
 
     @staticmethod
     def _must_stay(cluster: Cluster, gone: set[str], instead: set[str]) -> None:
-        roles = {member.role for name, member in cluster.members.items() if name not in gone} | instead
+        roles = {spec.role for name, spec in cluster.workers.items() if name not in gone} | instead
         if BOTH not in roles and not {PREFILL, DECODE} <= roles:
             raise LaunchError(f"without {', '.join(sorted(gone))} nobody could answer: there would be {_named(roles)}")
         lacking = {PREFILL, DECODE} - roles
@@ -346,7 +346,7 @@ def _last(cluster: Cluster, kind: str) -> str:
     """The actor of a kind that goes first: the one that came last."""
     if kind == "gateway":
         return cluster.names()[-1]
-    return [name for name, member in cluster.members.items() if member.role == kind][-1]
+    return [name for name, spec in cluster.workers.items() if spec.role == kind][-1]
 
 
 def _named(roles: set[str]) -> str:

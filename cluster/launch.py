@@ -26,7 +26,7 @@ from transfer.directory import RayDirectory
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address
 from transfer.layout import KVLayout
-from transfer.messages import Member, Peer, Place, WorkerStatus
+from transfer.messages import Peer, Place, WorkerSpec, WorkerStatus
 from workers.actor import LEAVE_S, LEND_S, Worker
 from workers.config import WorkerConfig
 
@@ -48,7 +48,7 @@ class State:
 
     config: ClusterConfig
     model: Path
-    members: tuple[Member, ...]
+    workers: tuple[WorkerSpec, ...]
     gateways: tuple[str, ...]
     ports: tuple[int, ...]
     going: frozenset[str] = frozenset()
@@ -63,7 +63,7 @@ class Cluster:
             key = SecretStr(secrets.token_hex())
             config = config.model_copy(update={"gossip": config.gossip.model_copy(update={"key": key})})
         self.config = config
-        self.members = {name: Member(name, role) for name, role in config.workers}
+        self.workers = {name: WorkerSpec(name, role) for name, role in config.workers}
         self.going: set[str] = set()
         self.ports: list[int] = []
         self.places: dict[str, Place] = {}
@@ -81,7 +81,7 @@ class Cluster:
     def adopted(cls, state: State, name: str) -> Cluster:
         """A cluster that runs already. Actors that have ended meanwhile are in `lost`."""
         made = cls(state.config, state.model, name, detached=True)
-        made.members = {member.name: replace(member, leaving=False) for member in state.members}
+        made.workers = {spec.name: replace(spec, leaving=False) for spec in state.workers}
         made.ports, made.going = list(state.ports), set(state.going)
         made._gateways = list(state.gateways)
         made._share_gpus()
@@ -100,9 +100,9 @@ class Cluster:
     @property
     def state(self) -> State:
         """What to know of it later."""
-        members = tuple(self.members.values())
+        workers = tuple(self.workers.values())
         gateways = tuple(self._gateways)
-        return State(self.config, self._model, members, gateways, tuple(self.ports), frozenset(self.going))
+        return State(self.config, self._model, workers, gateways, tuple(self.ports), frozenset(self.going))
 
     @property
     def gossip(self) -> GossipConfig:
@@ -151,12 +151,12 @@ class Cluster:
     @property
     def counts(self) -> dict[str, int]:
         """How many actors of each kind there should be: of each role, and gateways."""
-        roles = [member.role for member in self.members.values()]
+        roles = [spec.role for spec in self.workers.values()]
         return {role: roles.count(role) for role in dict.fromkeys(roles)} | {"gateway": len(self._gateways)}
 
     def statuses(self) -> list[WorkerStatus]:
         """Each living worker's own account."""
-        return list(ray.get([self._actors[name].status.remote() for name in self.members], timeout=ASK_S))
+        return list(ray.get([self._actors[name].status.remote() for name in self.workers], timeout=ASK_S))
 
     def seeds(self) -> list[Address]:
         """Where gossip can be joined through: the gateways."""
@@ -166,7 +166,7 @@ class Cluster:
 
     def names(self) -> list[str]:
         """Names of all actors."""
-        return [*self.members, *self._gateways]
+        return [*self.workers, *self._gateways]
 
     def pulse(self, name: str) -> Any:
         """A call of an actor that comes to a `Pulse`."""
@@ -180,21 +180,21 @@ class Cluster:
 
     def create(self, name: str) -> None:
         """Create an actor, or its next life. Raises ValueError while its name is taken."""
-        self._actors[name] = self._worker(self.members[name]) if name in self.members else self._gateway(name)
+        self._actors[name] = self._worker(self.workers[name]) if name in self.workers else self._gateway(name)
 
     def begin(self, name: str) -> None:
         """Make a new actor serve. Raises RayError."""
         actor = self._actors[name]
         self.places[name] = place = ray.get(actor.place.remote())
-        if name in self.members:
-            beside = sum(self.places[one].node == place.node for one in self.members if one in self.places)
+        if name in self.workers:
+            beside = sum(self.places[one].node == place.node for one in self.workers if one in self.places)
             ray.get(actor.start.remote(max(1, place.cores // beside)))
             ray.get(actor.join.remote(self.gossip, self._known(name)))
-            if self.members[name].leaving and name not in self.going:
+            if self.workers[name].leaving and name not in self.going:
                 self.leaves(name, False)
         else:
             self._listens(name, ray.get(actor.start.remote(self._known(name))))
-            ray.get(actor.members.remote(list(self.members.values())))
+            ray.get(actor.expect.remote(list(self.workers.values())))
 
     def _known(self, name: str) -> list[Address]:
         """Where gossip can be joined through: all other actors that answer."""
@@ -213,15 +213,15 @@ class Cluster:
         if kind == "gateway":
             self._gateways = gateway_names(len(self._gateways) + 1)
             return self._gateways[-1]
-        name = next(name for number in range(len(self.members) + 1) if (name := f"{kind}-{number}") not in self.members)
-        self.members[name] = Member(name, kind)
+        name = next(name for number in range(len(self.workers) + 1) if (name := f"{kind}-{number}") not in self.workers)
+        self.workers[name] = WorkerSpec(name, kind)
         self.tell()
         return name
 
     def remove(self, name: str) -> None:
         """There should be this actor no more; of the gateways, the last one. Its process is ended."""
-        if name in self.members:
-            del self.members[name]
+        if name in self.workers:
+            del self.workers[name]
             self.going.discard(name)
             self.tell()
         else:
@@ -232,19 +232,19 @@ class Cluster:
 
     def leaves(self, name: str, leaving: bool = True) -> None:
         """A worker gets nothing new any more, or gets it again."""
-        self.members[name] = replace(self.members[name], leaving=leaving)
+        self.workers[name] = replace(self.workers[name], leaving=leaving)
         self.tell()
 
     def role_is(self, name: str, role: str) -> None:
         """A worker has another role from now on. Raises RayError when it does not answer."""
         ray.get(self._actors[name].role_is.remote(role), timeout=ASK_S)
-        self.members[name] = replace(self.members[name], role=role)
+        self.workers[name] = replace(self.workers[name], role=role)
         self.tell()
 
     def tell(self) -> None:
         """Let the gateways know who the workers are."""
         gateways = [self._actors[name] for name in self._gateways if name in self._actors]
-        calls = [one.members.remote(list(self.members.values())) for one in gateways]
+        calls = [one.expect.remote(list(self.workers.values())) for one in gateways]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
 
@@ -253,7 +253,7 @@ class Cluster:
         gateway within `gateway.drain_s`. Returns how many requests went elsewhere, or were cut off by a gateway. Raises
         RayError."""
         actor = self._actors[name]
-        if name not in self.members:
+        if name not in self.workers:
             return int(ray.get(actor.drain.remote(), timeout=self.config.gateway.drain_s + DRAIN_END_S))
         seconds = self.config.worker.drain_s
         moved = ray.get(actor.drain.remote(seconds), timeout=seconds + LEND_S + LEAVE_S + ASK_S)
@@ -292,11 +292,11 @@ class Cluster:
 
     def _share_gpus(self) -> None:
         available = 0.0 if self.config.worker.device == "cpu" else ray.cluster_resources().get("GPU", 0.0)
-        self._gpus = min(1.0, available / len(self.members))
+        self._gpus = min(1.0, available / len(self.workers))
 
     def _start_workers(self, progress: Callable[[str], None]) -> None:
         self._share_gpus()
-        names = list(self.members)
+        names = list(self.workers)
         for name in names:
             self.create(name)
         actors = [self._actors[name] for name in names]
@@ -312,7 +312,7 @@ class Cluster:
         seeds = self._all([first.join.remote(self.gossip)])
         self._seeds = seeds + self._all([one.join.remote(self.gossip, seeds) for one in others])
         peers = self._all([one.describe.remote() for one in actors])
-        check_layouts([(member.role, peer) for member, peer in zip(self.members.values(), peers, strict=True)])
+        check_layouts([(spec.role, peer) for spec, peer in zip(self.workers.values(), peers, strict=True)])
 
     def _all(self, calls: list[Any], progress: Callable[[int], None] = lambda _: None) -> list[Any]:
         """The results of calls to several actors; `progress` hears how many have answered. Raises LaunchError with the
@@ -359,15 +359,15 @@ class Cluster:
             made["lifetime"] = "detached"
         return made | placement.options(self.config.resources(kind), gpus, self.avoided)
 
-    def _worker(self, member: Member) -> Any:
+    def _worker(self, spec: WorkerSpec) -> Any:
         config = self.config
         environment = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
         return (
             ray.remote(Worker)
-            .options(**self._options(member.name, member.role, self._gpus), runtime_env=environment)
+            .options(**self._options(spec.name, spec.role, self._gpus), runtime_env=environment)
             .remote(
-                member.name,
-                member.role,
+                spec.name,
+                spec.role,
                 self._model,
                 self.model_name,
                 config.worker,
@@ -384,7 +384,7 @@ class Cluster:
             .options(**self._options(name, "gateway", 0.0))
             .remote(
                 name,
-                [(member.name, member.role) for member in self.members.values()],
+                [(spec.name, spec.role) for spec in self.workers.values()],
                 self._model,
                 self.config.gateway.model_copy(update={"port": port}),
                 self.config.router,

@@ -26,7 +26,7 @@ from router.heat import Heat
 from router.ring import Ring
 from router.view import BOTH, DECODE, PREFILL, Held, Holdings, Ladder, View, WorkerView
 from transfer.gossip.frames import Notice
-from transfer.messages import Dispatch, Member, Plan
+from transfer.messages import Dispatch, Plan, WorkerSpec
 from transfer.prefix import PrefixChain
 
 FEW = 16
@@ -122,9 +122,9 @@ class Router:
         self._heat = Heat(HEAT_KEYS, HEAT_HALF_LIFE_S)
         self._numbers: dict[str, int] = {}
 
-    def members(self, members: Iterable[Member]) -> None:
+    def expect(self, specs: Iterable[WorkerSpec]) -> None:
         """Who the workers are from now on, those that leave still in their places on the rings."""
-        self.view.members(members)
+        self.view.expect(specs)
         self._rings = self._made_rings()
 
     def plan(

@@ -18,7 +18,7 @@ from transfer.gossip.frames import Notice
 from transfer.gossip.ladder import checkpoints
 from transfer.gossip.replicas import Replicas
 from transfer.gossip.summary import Load
-from transfer.messages import Member, WorkerStatus
+from transfer.messages import WorkerSpec, WorkerStatus
 from transfer.prefix import PrefixChain
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -277,10 +277,10 @@ class View:
 
     # --- what is heard of workers -------------------------------------------------------------------------------
 
-    def members(self, members: Iterable[Member]) -> None:
+    def expect(self, specs: Iterable[WorkerSpec]) -> None:
         """Who the workers are from now on. Those that are new get work once they have answered."""
         before, self.workers = self.workers, {}
-        for one in members:
+        for one in specs:
             worker = before.pop(one.name, None) or WorkerView(one.name, one.role, alive=False)
             worker.role, worker.leaving = one.role, one.leaving
             self.workers[one.name] = worker

@@ -144,7 +144,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class WorkerSpec:
     """A worker that there should be. One that is `leaving` gets nothing new; what it holds may be copied from it."""
 
     name: str

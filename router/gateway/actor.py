@@ -32,7 +32,7 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
-from transfer.messages import Delta, Member, Place, Pulse, WorkerStatus
+from transfer.messages import Delta, Place, Pulse, WorkerSpec, WorkerStatus
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
@@ -116,10 +116,10 @@ class Gateway:
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
 
-    async def members(self, members: list[Member]) -> None:
+    async def expect(self, specs: list[WorkerSpec]) -> None:
         """Who the workers are from now on. What one that is gone still had to do goes on elsewhere."""
-        self._router.members(members)
-        names = {one.name for one in members}
+        self._router.expect(specs)
+        names = {one.name for one in specs}
         for name in self._watched.keys() - names:
             self._watched.pop(name).cancel()
             self._dispatcher.worker_died(name)

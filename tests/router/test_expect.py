@@ -12,19 +12,19 @@ from router.view import View
 from tests.router.test_dispatch import Forgetful
 from tests.router.test_route import LONG, chain, report
 from tests.router.test_view import House
-from transfer.messages import Delta, Member, Outcome, SamplingParams, pack_tokens, unpack_tokens
+from transfer.messages import Delta, Outcome, SamplingParams, WorkerSpec, pack_tokens, unpack_tokens
 from transfer.prefix import PrefixChain, root_key
 
 
-def members(*roles: str, leaving: str = "") -> list[Member]:
+def specs(*roles: str, leaving: str = "") -> list[WorkerSpec]:
     """From names and roles, as `name:role`."""
-    return [Member(name, role, name == leaving) for name, role in (one.split(":") for one in roles)]
+    return [WorkerSpec(name, role, name == leaving) for name, role in (one.split(":") for one in roles)]
 
 
 def test_one_that_is_new_gets_work_once_it_has_answered() -> None:
     view = View([("p0", "prefill"), ("d0", "decode")])
     router = Router(view, RouterConfig(local_tokens=0))
-    router.members(members("p0:prefill", "p1:prefill", "d0:decode"))
+    router.expect(specs("p0:prefill", "p1:prefill", "d0:decode"))
     plans = {router.plan(chain([number] * 40), 40, True).prefill for number in range(20)}
     assert plans == {"p0"}
     report(view, "p1")
@@ -37,19 +37,19 @@ def test_one_that_leaves_gets_nothing_but_lends() -> None:
     house.holds("d0", LONG)
     for name in house.view.workers:
         report(house.view, name, bytes_s=1e9)
-    house.router.members(members("p0:prefill", "p1:prefill", "d0:decode", "d1:decode", leaving="d0"))
+    house.router.expect(specs("p0:prefill", "p1:prefill", "d0:decode", "d1:decode", leaving="d0"))
     plan = house.plan(LONG)
     assert plan.decode == "d1"
     assert plan.fetch is not None
     assert plan.fetch.worker == "d0"
-    house.router.members(members("p0:prefill", "p1:prefill", "d0:decode", "d1:decode"))
+    house.router.expect(specs("p0:prefill", "p1:prefill", "d0:decode", "d1:decode"))
     assert house.plan(LONG).decode == "d0"
 
 
 def test_where_the_last_of_a_role_leaves_nobody_is_left() -> None:
     view = View([("p0", "prefill"), ("d0", "decode")])
     router = Router(view, RouterConfig())
-    router.members(members("p0:prefill", "d0:decode", leaving="d0"))
+    router.expect(specs("p0:prefill", "d0:decode", leaving="d0"))
     assert not view.ready
     with pytest.raises(NoWorkers, match="no decode worker"):
         router.plan(chain(LONG), len(LONG), True)
@@ -61,13 +61,13 @@ def test_roles_change_while_prompts_are_under_way() -> None:
     router = Router(view, RouterConfig(local_tokens=0))
     plans = [router.plan(chain([number] * 40), 40, True) for number in range(12)]
     tickets = [router.dispatch(plan, chain([number] * 40), 40) for number, plan in enumerate(plans)]
-    router.members(members("p0:prefill", "p1:decode", "d0:decode"))
+    router.expect(specs("p0:prefill", "p1:decode", "d0:decode"))
     assert {router.plan(chain([number] * 40), 40, True).prefill for number in range(20)} == {"p0"}
     given = [router.plan(chain([number] * 40), 40, True) for number in range(12)]
     more = [router.dispatch(plan, chain([number] * 40), 40) for number, plan in enumerate(given)]
     assert {plan.decode for plan in given} <= {"p1", "d0"}
     assert "p1" in {plan.decode for plan in given}
-    router.members(members("p0:prefill", "d0:decode"))
+    router.expect(specs("p0:prefill", "d0:decode"))
     assert list(view.workers) == ["p0", "d0"]
     for ticket in tickets + more:
         ticket.close()
@@ -81,7 +81,7 @@ def test_what_is_said_of_workers_that_are_gone_is_ignored() -> None:
     late = view.workers["p1"].status
     assert late is not None
     router.holds("p1", chain(LONG))
-    router.members(members("p0:prefill", "d0:decode"))
+    router.expect(specs("p0:prefill", "d0:decode"))
     view.mark_dead("p1")
     view.full("p1")
     view.queue_is("p1", 100)
