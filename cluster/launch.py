@@ -190,8 +190,7 @@ class Cluster:
             beside = sum(self.places[one].node == place.node for one in self.workers if one in self.places)
             ray.get(actor.start.remote(max(1, place.cores // beside)))
             ray.get(actor.join.remote(self.gossip, self._known(name)))
-            if self.workers[name].leaving and name not in self.going:
-                self.leaves(name, False)
+            self.leaves(name, name in self.going)
         else:
             self._listens(name, ray.get(actor.start.remote(self._known(name))))
             ray.get(actor.expect.remote(list(self.workers.values())))
@@ -215,7 +214,6 @@ class Cluster:
             return self._gateways[-1]
         name = next(name for number in range(len(self.workers) + 1) if (name := f"{kind}-{number}") not in self.workers)
         self.workers[name] = WorkerSpec(name, kind)
-        self.tell()
         return name
 
     def remove(self, name: str) -> None:

@@ -209,4 +209,6 @@ class Gateway:
                 self._view.mark_dead(name)
             self._dispatcher.worker_died(name)
         except PeerError as error:
-            _log.warning("%s", error)
+            # One that begins does not answer yet.
+            known = self._view.workers.get(name)
+            _log.log(logging.WARNING if known is not None and known.alive else logging.DEBUG, "%s", error)

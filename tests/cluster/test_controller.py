@@ -1,0 +1,164 @@
+"""A cluster that outlives its commands, on real processes: it grows, shrinks, changes and loses parts, and answers."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from cluster.connection import LaunchError
+from cluster.control import Control, begin
+from tests.cluster.chaos import Case, Faults, Load, cases, process_of, stuck
+from tests.cluster.conftest import TINY, settings
+from transfer.messages import WorkerStatus
+
+SPACE = "test-controller"
+GROUP = {"prefill.replicas": 2, "decode.replicas": 2, "gateway.replicas": 2}
+QUICK = {"worker.drain_s": 0.5, "gateway.drain_s": 10.0, "transfer.call_timeout_s": 2.0, "transfer.lease_s": 2.0}
+BALANCE_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def control(local_ray: None, tiny: Path) -> Iterator[Control]:
+    made = begin(detached=True, name=SPACE)
+    flags = {name.replace("__", "."): value for name, value in TINY.items()} | GROUP | QUICK
+    made.call("deploy", settings(**{"model.name": str(tiny), **flags}), tiny, 0.0)
+    yield made
+    made.end(drain=False)
+
+
+@pytest.fixture(scope="module")
+def known(tiny: Path) -> list[Case]:
+    return cases(tiny, 8, 120)
+
+
+@pytest.fixture
+def faults(control: Control) -> Iterator[Faults]:
+    made = Faults(control, SPACE, 1)
+    yield made
+    assert_at_rest(made)
+
+
+@pytest.fixture
+def load(control: Control, known: list[Case], faults: Faults) -> Iterator[Load]:
+    """Twelve clients; all that they ask must be answered rightly."""
+    urls = faults.report().urls
+    with Load(lambda: urls, known, 12) as made:
+        made.more(12)
+        yield made
+        made.more(24)
+    assert set(made.ends) == {"right"}, [one for one in made.streams if one.end != "right"][:5]
+
+
+def statuses(faults: Faults) -> list[WorkerStatus]:
+    names = [one.name for one in faults.report().actors if one.role != "gateway"]
+    return list(ray.get([faults.actor(name).status.remote() for name in names], timeout=30))
+
+
+def assert_at_rest(faults: Faults) -> None:
+    """All actors are up, and every block is free or cached."""
+    until = time.monotonic() + 60
+    while any(one.state != "up" for one in faults.report().actors):
+        assert time.monotonic() < until, faults.report()
+        time.sleep(0.1)
+    until = time.monotonic() + BALANCE_S
+    while wrong := [one for one in statuses(faults) if not at_rest(one)]:
+        assert time.monotonic() < until, wrong
+        time.sleep(0.1)
+
+
+def at_rest(one: WorkerStatus) -> bool:
+    blocks = one.blocks
+    idle = not (one.running or one.waiting or blocks["pinned"])
+    return idle and blocks["free"] + blocks["cached"] == blocks["total"]
+
+
+def names(faults: Faults, role: str) -> list[str]:
+    return sorted(one.name for one in faults.report().actors if one.role == role)
+
+
+def test_workers_come_change_and_go_under_load_without_a_failed_request(
+    load: Load, faults: Faults, control: Control
+) -> None:
+    control.call("scale", {"prefill": 3})
+    assert names(faults, "prefill") == ["prefill-0", "prefill-1", "prefill-2"]
+    load.more(24)
+    control.call("set_role", "prefill-2", "decode")
+    assert names(faults, "decode") == ["decode-0", "decode-1", "prefill-2"]
+    load.more(24)
+    control.call("drain", ["decode-0"])
+    load.more(24)
+    control.call("set_role", "prefill-2", "prefill")
+    control.call("scale", {"prefill": 2, "decode": 2})
+    assert [names(faults, role) for role in ("prefill", "decode")] == [
+        ["prefill-0", "prefill-1"],
+        ["decode-0", "decode-1"],
+    ]
+
+
+def test_a_controller_that_is_killed_goes_on_where_it_was(load: Load, faults: Faults, control: Control) -> None:
+    before = {one.name: one.starts for one in faults.report().actors}
+    process = process_of(control.actor)
+    pids = {one.name: one.pid for one in statuses(faults)}
+    process.kill()
+    load.more(24)
+    report = faults.report()
+    assert process_of(control.actor).pid != process.pid
+    assert {one.name for one in report.actors} == set(before)
+    assert {one.name: one.pid for one in statuses(faults)} == pids  # nobody was started again
+    faults.kill("decode-0")
+    until = time.monotonic() + 60
+    while {one.name: one.pid for one in statuses_or_none(faults)}.get("decode-0") in (None, pids["decode-0"]):
+        assert time.monotonic() < until
+        time.sleep(0.2)
+
+
+def statuses_or_none(faults: Faults) -> list[WorkerStatus]:
+    try:
+        return statuses(faults)
+    except ray.exceptions.RayActorError:
+        return []
+
+
+def test_an_engine_that_stands_still_is_replaced_and_its_requests_go_on(load: Load, faults: Faults) -> None:
+    ray.get(faults.actor("decode-1").__ray_call__.remote(stuck, 3600.0), timeout=30)
+    begun = time.monotonic()
+    while next(one for one in faults.report().actors if one.name == "decode-1").state == "up":
+        assert time.monotonic() - begun < 10, "not noticed"
+        time.sleep(0.05)
+
+
+def test_a_rolling_restart_fails_no_request(load: Load, faults: Faults, control: Control) -> None:
+    before = {one.name: one.incarnation for one in statuses(faults)}
+    control.call("restart")
+    after = {one.name: one.incarnation for one in statuses(faults)}
+    assert before.keys() == after.keys()
+    assert all(after[name] > before[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "says"),
+    [
+        ("scale", [{"prefill": 0}], "prefill: 0, but prefill and decode workers only work together"),
+        ("scale", [{"prefill": 0, "decode": 0}], "prefill, decode and both: 0, but then nobody would answer"),
+        ("scale", [{"gateway": 0}], "gateways: 0, but then nobody would listen"),
+        ("drain", [["decode-9"]], "'decode-9' is no worker of this cluster; there are prefill-0, prefill-1, decode"),
+        ("drain", [["decode-0", "decode-1"]], "without decode-0, decode-1 there would be no decode worker"),
+        ("set_role", ["nobody", "decode"], "'nobody' is no worker"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(control: Control, method: str, arguments: list[object], says: str) -> None:
+    with pytest.raises(LaunchError, match=f"^{says}"):
+        control.call(method, *arguments)
+
+
+def test_what_the_ray_cluster_lacks_is_said(control: Control, tiny: Path) -> None:
+    other = begin(detached=True, name="test-lacking")
+    config = settings(**{"model.name": str(tiny), "prefill.resources": {"GPU": 2, "wing": 0.5}})
+    with pytest.raises(LaunchError) as caught:
+        other.call("deploy", config, tiny, 0.0)
+    assert "GPU: 2 wanted (1 x prefill.resources 2), 0 in the Ray cluster" in str(caught.value)
+    assert "wing: 0.5 wanted (1 x prefill.resources 0.5), 0 in the Ray cluster" in str(caught.value)
+    assert not other.call("runs")
+    other.end(drain=False)
