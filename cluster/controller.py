@@ -321,11 +321,11 @@ class Controller:
     @staticmethod
     def _must_stay(cluster: Cluster, gone: set[str], instead: set[str]) -> None:
         roles = {spec.role for name, spec in cluster.workers.items() if name not in gone} | instead
-        if BOTH not in roles and not {PREFILL, DECODE} <= roles:
-            raise LaunchError(f"without {', '.join(sorted(gone))} nobody could answer: there would be {_named(roles)}")
-        lacking = {PREFILL, DECODE} - roles
+        without, lacking = f"without {', '.join(sorted(gone))}", {PREFILL, DECODE} - roles
         if len(lacking) == 1:
-            raise LaunchError(f"without {', '.join(sorted(gone))} there would be no {lacking.pop()} worker")
+            raise LaunchError(f"{without} there would be no {lacking.pop()} worker")
+        if not roles:
+            raise LaunchError(f"{without} nobody could answer")
 
 
 def _check_counts(wanted: Mapping[str, int]) -> None:
@@ -347,10 +347,6 @@ def _last(cluster: Cluster, kind: str) -> str:
     if kind == "gateway":
         return cluster.names()[-1]
     return [name for name, spec in cluster.workers.items() if spec.role == kind][-1]
-
-
-def _named(roles: set[str]) -> str:
-    return " and ".join(sorted(f"{role} workers" for role in roles)) or "no workers"
 
 
 def _without_counts(config: ClusterConfig) -> ClusterConfig:

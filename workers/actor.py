@@ -184,9 +184,10 @@ class Worker:
         return self._gossip.member.address
 
     async def pulse(self) -> Pulse:
-        """Whether this process lives, and its engine makes steps."""
-        speed = self._speeds.prompt_tokens_s
-        return Pulse(self._turns, self._engine.has_work, self._config.step_tokens / speed if speed else 0.0)
+        """Whether this process lives, and its engine makes steps: it does, when it has to do anything at all."""
+        self._wake()
+        busy = self._engine.has_work or bool(self._front.jobs)
+        return Pulse(self._turns, busy, self._speeds.step_s(self._config.step_tokens))
 
     async def role_is(self, role: str) -> None:
         """What this worker is for from now on. What it has begun it ends."""

@@ -24,13 +24,17 @@ class SpeedMeter:
     def __init__(self) -> None:
         self._prompts = 0.0, 0.0
         self._measured = 0
+        self._row_s = 0.0
         self._handover_s = 0.0
         self._bytes_s = 0.0
         self._sent = (0, 0.0)
 
     def step(self, works: Iterable[Work], seconds: float) -> None:
         """A step has been computed. Called by the engine thread."""
-        tokens = sum(work.count for work in works if work.count > 1)
+        counts = [work.count for work in works]
+        if rows := sum(counts):
+            self._row_s = _mean(self._row_s, seconds / rows)
+        tokens = sum(count for count in counts if count > 1)
         if tokens >= MIN_TOKENS:
             before, took = self._prompts
             self._prompts = before * (1 - WEIGHT) + tokens, took * (1 - WEIGHT) + seconds
@@ -41,6 +45,12 @@ class SpeedMeter:
         """Prompt tokens a second lately: by tokens, not by steps, because short steps are slower."""
         tokens, seconds = self._prompts
         return tokens / seconds if self._measured >= MIN_MEASURED else 0.0
+
+    def step_s(self, tokens: int) -> float:
+        """About the seconds that a step of so many tokens takes, at most if only smaller ones are known; 0 while
+        nothing is."""
+        speed = self.prompt_tokens_s
+        return tokens / speed if speed else tokens * self._row_s
 
     def handed_over(self, seconds: float) -> None:
         """A hand-over was complete, so long after its first token."""

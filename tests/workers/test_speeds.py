@@ -23,3 +23,12 @@ def test_a_speed_is_claimed_after_some_tokens_and_long_steps_count_more() -> Non
         step(meter, 1, 1.0)  # an answer's token says nothing of prompts
     assert meter.prompt_tokens_s == pytest.approx(576 / 0.832, rel=0.15)
     assert meter.now(TransferStats()).prompt_tokens_s == meter.prompt_tokens_s
+
+
+def test_how_long_a_full_step_takes_is_known_from_the_first_step_on() -> None:
+    meter = SpeedMeter()
+    assert meter.step_s(512) == 0
+    step(meter, 4, 0.02)
+    assert meter.step_s(512) == pytest.approx(512 * 0.005)
+    step(meter, MIN_MEASURED, MIN_MEASURED / 1000)
+    assert meter.step_s(512) == pytest.approx(0.512)
