@@ -75,6 +75,8 @@ class TiersConfig(BaseModel):
 
     @model_validator(mode="after")
     def _belong_together(self) -> Self:
+        if self.format != "exact" and not self.host:
+            raise ValueError(f"format is {self.format} and host is 0: there are no tiers that could have it")
         if self.disk and not self.host:
             raise ValueError(f"host is 0 and disk {self.disk}: blocks go to disk through host memory")
         if self.disk and self.disk_path is None:

@@ -45,6 +45,8 @@ def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
         ({"gateway.port": 1, "gateway.port.x": 1}, "gateway.port"),
         ({"gateway.port": 65535, "gateway.replicas": 2}, "gateway.port 65535 leaves no ports for 2 gateways"),
         ({"gateway.replicas": 65}, "gateway.replicas: Input should be less than or equal to 64, got 65"),
+        ({"tiers.format": "int8"}, "tiers: format is int8 and host is 0"),
+        ({"prefill.resources": {"GPU": 0}}, "prefill.resources.GPU: Input should be greater than 0, got 0"),
         ({"gossip.host": "0.0.0.0"}, "gossip.host"),
         ({"gossip.silent_s": 0.1}, "gossip.silent_s: must be more than twice"),
     ],
