@@ -8,7 +8,6 @@ from opentelemetry.metrics import Counter, Histogram
 from cluster import telemetry
 from transfer.messages import TierStats, TierStatus, TransferStats
 
-
 BLOCKS = ("total", "free", "private", "cached", "pinned", "quarantined")
 
 
@@ -19,7 +18,9 @@ def main() -> None:
     from transfer.gossip import node
 
     tiers = TierStatus("exact", 1, 1, 1, 1, 0, False, 0, 0, TierStats())
-    status = SimpleNamespace(blocks=dict.fromkeys(BLOCKS, 1), running=1, waiting=0, transfer=TransferStats(), tiers=tiers)
+    status = SimpleNamespace(
+        blocks=dict.fromkeys(BLOCKS, 1), running=1, waiting=0, transfer=TransferStats(), tiers=tiers
+    )
     worker = SimpleNamespace(name="prefill-0", role="prefill", alive=True, status=status)
     metrics.observe(SimpleNamespace(workers={"prefill-0": worker}), lambda: 1)  # type: ignore[arg-type]
     for module in (metrics, node):

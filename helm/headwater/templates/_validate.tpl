@@ -67,7 +67,6 @@
 {{- $_ := set $own "transfer" (dict "interface" "kvTransfer.interface" "ports" "kvTransfer.ports" "ucx" "kvTransfer.ucx") -}}
 {{- $_ := set $own "tiers" (dict "host" "tiers.host" "disk" "tiers.disk" "disk_path" "tiers.disk") -}}
 {{- range $section, $settings := .Values.config -}}
-{{- if not (kindIs "map" $settings) }}{{ fail (printf "config.%s: must be a section of settings" $section) }}{{ end -}}
 {{- range $key, $_ := $settings -}}
 {{- with dig $section $key "" $own }}{{ fail (printf "config.%s.%s: the chart sets it; use %s" $section $key .) }}{{ end -}}
 {{- end -}}
