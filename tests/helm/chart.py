@@ -25,17 +25,23 @@ LONGEST = "r" * 53
 Object = dict[str, Any]
 
 
-@lru_cache(1)
 def helm() -> str:
     """The program: $HELM, one on the PATH, or one that is fetched. Skips the test where there is none."""
+    program, problem = _find_helm()
+    if problem:
+        pytest.skip(f"no Helm: set HELM or install it; {problem}")
+    return program
+
+
+@lru_cache(1)
+def _find_helm() -> tuple[str, str]:
+    """The program, or why there is none; asked once, as fetching may take long to fail."""
     if found := os.environ.get("HELM") or shutil.which("helm"):
-        return found
+        return found, ""
     fetched = subprocess.run(
         [sys.executable, ROOT / "helm" / "get_helm.py"], capture_output=True, text=True, timeout=180, cwd=ROOT
     )
-    if fetched.returncode != 0:
-        pytest.skip(f"no Helm: set HELM or install it; {fetched.stderr.strip()}")
-    return fetched.stdout.strip()
+    return fetched.stdout.strip(), fetched.stderr.strip() if fetched.returncode else ""
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -55,6 +55,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"config": {"worker": 1}}, "/config/worker"),
     ("default", {"env": [{"name": "HEADWATER__GATEWAY__PORT", "value": "1"}]}, "env: HEADWATER__GATEWAY__PORT"),
     ("default", {"env": [{"name": "HF_TOKEN", "value": "1"}]}, "env: HF_TOKEN is set by the chart"),
+    ("default", {"model.name": "org/name"}, "model.cache: is not set"),
+    ("default", {"workers.prefill.drainSeconds": 9}, "drainSeconds"),
+    ("default", {"config": {"worker": {"drain_s": 9}}}, "config.worker.drain_s: the chart sets it; use workerDefaults"),
     ("default", {"model.cache": {"size": "1Gi", "existingClaim": "c"}}, "model.cache.size: has no effect"),
     (
         "default",

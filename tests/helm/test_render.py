@@ -114,6 +114,7 @@ def test_headwater_accepts_its_configuration(example: str, tmp_path: Path) -> No
     file.write_text(yaml.safe_dump(config))
     loaded = load(file, {}, environ={})
     assert loaded.gateway.host == "0.0.0.0"
+    assert loaded.gateway.same_port, "each in a pod of its own"
     assert loaded.gossip.host is None, "nodes announce the address of their pod"
 
 
@@ -148,7 +149,7 @@ def test_the_deploy_command_is_what_a_shell_reads(tmp_path: Path) -> None:
     assert "ray\njob\nsubmit\n--address\nhttp://test-headwater-head-svc:8265\n--\nsh\n-ec\n" in calls
     inner = calls.split("-ec\n", 1)[1]
     assert subprocess.run(["/bin/sh", "-n"], input=inner, text=True, timeout=20).returncode == 0
-    assert inner.rstrip().endswith("exec headwater deploy --config /etc/headwater/headwater.yaml")
+    assert inner.rstrip().endswith("exec headwater deploy --config /etc/headwater/headwater.yaml --wait 3600")
 
 
 def test_startup_probe_asks_for_this_pods_worker(tmp_path: Path) -> None:

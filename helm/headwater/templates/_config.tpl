@@ -15,7 +15,7 @@
 {{- if $replicas }}{{ $_ := set $section "resources" $resources }}{{ end -}}
 {{- $_ := set $own $role $section -}}
 {{- end -}}
-{{- $gateway := dict "replicas" (int .Values.gateway.replicas) "host" "0.0.0.0" "port" (int .Values.gateway.port) "drain_s" (int .Values.gateway.drainSeconds) "resources" (dict "gateway" 1) -}}
+{{- $gateway := dict "replicas" (int .Values.gateway.replicas) "host" "0.0.0.0" "same_port" true "port" (int .Values.gateway.port) "drain_s" (int .Values.gateway.drainSeconds) "resources" (dict "gateway" 1) -}}
 {{- if .Values.gateway.apiKeys.existingSecret }}{{ $_ := set $gateway "keys_file" (printf "/etc/headwater-keys/%s" .Values.gateway.apiKeys.key) }}{{ end -}}
 {{- if .Values.gateway.tls.existingSecret -}}
 {{- $_ := set $gateway "tls_certificate" "/etc/headwater-tls/tls.crt" -}}
@@ -31,7 +31,9 @@
 {{- if ne (toString .Values.tiers.host) "0" }}{{ $_ := set $tiers "host" .Values.tiers.host }}{{ end -}}
 {{- if ne (toString .Values.tiers.disk) "0" }}{{ $tiers = merge $tiers (dict "disk" .Values.tiers.disk "disk_path" "/var/lib/headwater/blocks") }}{{ end -}}
 {{- with $tiers }}{{ $_ := set $own "tiers" . }}{{ end -}}
-{{- with include "headwater.threads" . }}{{ $_ := set $own "worker" (dict "threads" (int .)) }}{{ end -}}
+{{- $worker := dict "drain_s" (int .Values.workerDefaults.drainSeconds) -}}
+{{- with include "headwater.threads" . }}{{ $_ := set $worker "threads" (int .) }}{{ end -}}
+{{- $_ := set $own "worker" $worker -}}
 {{- $all := mustMergeOverwrite $own (deepCopy .Values.config) -}}
 {{- range $section, $settings := $all -}}
 {{- range $key, $value := $settings -}}

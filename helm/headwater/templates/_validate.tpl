@@ -62,7 +62,8 @@
 {{- end -}}
 {{- $own := dict "model" (dict "name" "model.name") -}}
 {{- range list "prefill" "decode" "both" }}{{ $_ := set $own . (dict "replicas" "workers" "resources" "workers") }}{{ end -}}
-{{- $_ := set $own "gateway" (dict "replicas" "gateway.replicas" "host" "nothing: gateways listen on all addresses of their pod" "port" "gateway.port" "drain_s" "gateway.drainSeconds" "resources" "gateway" "keys_file" "gateway.apiKeys" "api_keys" "gateway.apiKeys" "tls_certificate" "gateway.tls" "tls_key" "gateway.tls") -}}
+{{- $_ := set $own "gateway" (dict "replicas" "gateway.replicas" "same_port" "nothing: each gateway has an address of its own" "host" "nothing: gateways listen on all addresses of their pod" "port" "gateway.port" "drain_s" "gateway.drainSeconds" "resources" "gateway" "keys_file" "gateway.apiKeys" "api_keys" "gateway.apiKeys" "tls_certificate" "gateway.tls" "tls_key" "gateway.tls") -}}
+{{- $_ := set $own "worker" (dict "drain_s" "workerDefaults.drainSeconds") -}}
 {{- $_ := set $own "gossip" (dict "key" "gossip.existingSecret" "host" "nothing: nodes announce the address of their pod") -}}
 {{- $_ := set $own "transfer" (dict "interface" "kvTransfer.interface" "ports" "kvTransfer.ports" "ucx" "kvTransfer.ucx") -}}
 {{- $_ := set $own "tiers" (dict "host" "tiers.host" "disk" "tiers.disk" "disk_path" "tiers.disk") -}}
@@ -95,6 +96,7 @@
 
 {{- define "headwater.validateStorage" -}}
 {{- $cache := .Values.model.cache -}}
+{{- if not (or $cache.size $cache.existingClaim (hasPrefix "/" .Values.model.name)) }}{{ fail (printf "model.cache: is not set, and the head node downloads model.name (%s) for all pods: they need a claim that all of them mount (model.cache.existingClaim or model.cache.size)" .Values.model.name) }}{{ end -}}
 {{- if and $cache.size $cache.existingClaim }}{{ fail "model.cache.size: has no effect with model.cache.existingClaim" }}{{ end -}}
 {{- if and (or $cache.size $cache.existingClaim) (eq $cache.accessMode "ReadWriteOnce") }}{{ fail "model.cache.accessMode: ReadWriteOnce is for the pods of one node, and head, gateways and workers all mount the cache; use ReadWriteMany" }}{{ end -}}
 {{- $host := include "headwater.bytes" .Values.tiers.host | int64 -}}

@@ -69,7 +69,7 @@ spec:
 {{- end -}}
 
 {{- define "headwater.grace" -}}
-{{- add (int .linger) (int .drain) 30 -}}
+{{- add (int .linger) (int .drain) 60 -}}
 {{- end -}}
 
 {{- define "headwater.hasDisk" -}}
@@ -134,7 +134,7 @@ lifecycle:
       command:
         - /bin/sh
         - -c
-        - {{ printf "sleep %d; timeout %d headwater drain --node \"$POD_IP\" || true" (int .linger) (add (int .drain) 10) | quote }}
+        - {{ printf "sleep %d; timeout %d headwater drain --node \"$POD_IP\" || true" (int .linger) (add (int .drain) 30) | quote }}
 livenessProbe:
   httpGet: {path: /api/local_raylet_healthz, port: 52365}
   periodSeconds: 10
