@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long lint clean
+.PHONY: help setup serve test test-long helm-tools lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ test: setup lint ## lint, types and the tests; pass pytest flags in ARGS
 
 test-long: setup ## the tests that take minutes, and the property tests with many more examples
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
+
+helm-tools: $(STAMP) ## fetch the Helm that the chart's tests use, unless it is there; prints its path
+	@$(BIN)/python helm/get_helm.py
 
 clean: ## remove .venv and what the tools leave (the model cache stays)
 	rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -11,12 +11,17 @@ from opentelemetry.metrics import CallbackOptions, Observation
 from router.view import View
 
 _meter = metrics.get_meter("headwater.gateway")
+_SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000]
+"""Bounds of histograms of times; the SDK's own are meant for milliseconds."""
 requests = _meter.create_counter("headwater_requests", description="finished requests by route and outcome")
 prompt_tokens = _meter.create_counter("headwater_prompt_tokens", description="prompt tokens of answered requests")
 cached_tokens = _meter.create_counter("headwater_cached_prompt_tokens", description="prompt tokens nobody computed")
 output_tokens = _meter.create_counter("headwater_output_tokens", description="tokens generated")
 first_token = _meter.create_histogram(
-    "headwater_time_to_first_token", unit="s", description="from the request's arrival to its first token"
+    "headwater_time_to_first_token",
+    unit="s",
+    description="from the request's arrival to its first token",
+    explicit_bucket_boundaries_advisory=_SECONDS,
 )
 prediction_error = _meter.create_histogram(
     "headwater_router_prediction_error_tokens",
@@ -24,7 +29,12 @@ prediction_error = _meter.create_histogram(
     description="difference between the prompt tokens that a plan took to be cached and those that were",
     explicit_bucket_boundaries_advisory=[0, 16, 64, 256, 1024, 4096, 16384],
 )
-duration = _meter.create_histogram("headwater_request_duration", unit="s", description="from arrival to the end")
+duration = _meter.create_histogram(
+    "headwater_request_duration",
+    unit="s",
+    description="from arrival to the end",
+    explicit_bucket_boundaries_advisory=_SECONDS,
+)
 
 Read = Callable[[View], Iterable[Observation]]
 
