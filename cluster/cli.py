@@ -223,13 +223,13 @@ def status(
 
     try:
         connect(address)
-        statuses = workers.collect(DEFAULT_NAME)
+        statuses, known = workers.collect(DEFAULT_NAME), workers.report(DEFAULT_NAME)
     finally:
         ray.shutdown()
     if as_json:
-        typer.echo(json.dumps(workers.as_json(statuses), indent=2))
+        typer.echo(json.dumps(workers.as_json(statuses, known), indent=2))
     else:
-        Console().print(workers.as_tables(statuses))
+        Console().print(workers.as_tables(statuses, known))
 
 
 @model_app.command()

@@ -81,18 +81,19 @@ class Controller:
         may be missing for `patience_s`. Raises LaunchError, with nothing started."""
         with self._change("deploy"):
             if self._cluster is not None:
-                self._update(self._cluster, config)
+                self._update(self._cluster, config, patience_s)
                 return
             cluster = Cluster(config, model, self._name, self._detached)
-            self._await_resources(cluster, patience_s)
+            self._await_resources(config, cluster.counts, patience_s)
             cluster.start(self._do)
             self._cluster = cluster
             self._keep(cluster)
 
-    def scale(self, counts: Mapping[str, int]) -> None:
-        """Have so many actors of each kind: of a role, or `gateway`. Raises LaunchError."""
+    def scale(self, counts: Mapping[str, int], patience_s: float = 0.0) -> None:
+        """Have so many actors of each kind: of a role, or `gateway`. What they need of the Ray cluster may be missing
+        for `patience_s`. Raises LaunchError."""
         with self._change("scale") as cluster:
-            self._scale(cluster, counts)
+            self._scale(cluster, counts, patience_s)
 
     def set_role(self, name: str, role: str) -> None:
         """Let a worker have another role, without a restart. Raises LaunchError."""
@@ -181,7 +182,7 @@ class Controller:
             self._do("")
             self._changing.release()
 
-    def _update(self, cluster: Cluster, config: ClusterConfig) -> None:
+    def _update(self, cluster: Cluster, config: ClusterConfig, patience_s: float) -> None:
         """Another configuration for a cluster that runs."""
         config = config.model_copy(update={"gossip": cluster.gossip})
         for section in FIXED:
@@ -191,15 +192,15 @@ class Controller:
         same = _without_counts(config) == _without_counts(cluster.config)
         cluster.config = config
         self._save()
-        self._scale(cluster, counts)
+        self._scale(cluster, counts, patience_s)
         if not same:
             self._restart(cluster)
 
-    def _scale(self, cluster: Cluster, counts: Mapping[str, int]) -> None:
+    def _scale(self, cluster: Cluster, counts: Mapping[str, int], patience_s: float) -> None:
         now = cluster.counts
         wanted = {kind: counts.get(kind, now.get(kind, 0)) for kind in (*ROLES, "gateway")}
         _check_counts(wanted)
-        placement.check(cluster.config, wanted)
+        self._await_resources(cluster.config, wanted, patience_s)
         for kind, count in wanted.items():
             added = [cluster.add(kind) for _ in range(count - now.get(kind, 0))]
             self._save()
@@ -281,7 +282,8 @@ class Controller:
 
     def _running(self) -> tuple[Cluster, Keeper]:
         if self._cluster is None or self._keeper is None:
-            raise LaunchError(f"no Headwater cluster named {self._name!r} runs here")
+            begins = f"the cluster {self._name!r} is not up yet: {self._doing}"
+            raise LaunchError(begins if self._doing else f"no Headwater cluster named {self._name!r} runs here")
         return self._cluster, self._keeper
 
     def _save(self) -> None:
@@ -307,11 +309,14 @@ class Controller:
             for name in sorted(cluster.going & cluster.workers.keys()):
                 self._let_go(cluster, name)
 
-    def _await_resources(self, cluster: Cluster, patience_s: float) -> None:
+    def _await_resources(self, config: ClusterConfig, counts: Mapping[str, int], patience_s: float) -> None:
+        """Raises LaunchError for what is missing at the end."""
+        placement.ask_for(config, counts)
         until = time.monotonic() + patience_s
-        while time.monotonic() < until and (lines := placement.lacking(cluster.config, cluster.counts)):
+        while time.monotonic() < until and (lines := placement.lacking(config, counts)):
             self._do(f"waiting for resources: {'; '.join(lines)}")
             time.sleep(1.0)
+        placement.check(config, counts)
 
     @staticmethod
     def _must_be_worker(cluster: Cluster, name: str) -> None:

@@ -25,6 +25,7 @@ Names = Annotated[list[str] | None, typer.Argument(help="workers, as `headwater 
 Prefill = Annotated[int | None, typer.Option(min=0, help="number of prefill workers")]
 Decode = Annotated[int | None, typer.Option(min=0, help="number of decode workers")]
 Both = Annotated[int | None, typer.Option(min=0, help="number of workers with both roles")]
+Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for nodes that have the resources")]
 Gateways = Annotated[int | None, typer.Option(min=1, help="number of gateways")]
 
 
@@ -60,7 +61,7 @@ def deploy(
     both: Both = None,
     gateways: Gateways = None,
     port: Annotated[int | None, typer.Option(help="port to listen on")] = None,
-    wait: Annotated[float, typer.Option(min=0, help="seconds to wait for nodes with the resources")] = WAIT_S,
+    wait: Wait = WAIT_S,
     address: Address = None,
 ) -> None:
     """Start a cluster that outlives this command on a running Ray cluster, or give it another configuration."""
@@ -96,6 +97,7 @@ def scale(
     decode: Decode = None,
     both: Both = None,
     gateways: Gateways = None,
+    wait: Wait = 0.0,
     address: Address = None,
 ) -> None:
     """Have more or fewer workers or gateways. Who goes ends its requests first, or others go on with them."""
@@ -104,7 +106,7 @@ def scale(
     if not counts:
         raise UserError("nothing to change: give --prefill, --decode, --both or --gateways")
     with _control(address) as control, _errors.status("scaling") as status:
-        control.call("scale", counts, progress=status.update)
+        control.call("scale", counts, wait, progress=status.update)
 
 
 def role(

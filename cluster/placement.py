@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from cluster.config import ClusterConfig
 from cluster.connection import LaunchError
@@ -41,6 +42,13 @@ def lacking(config: ClusterConfig, counts: Mapping[str, int]) -> list[str]:
         for name, amount in wanted.items()
         if amount > there.get(name, 0)
     ]
+
+
+def ask_for(config: ClusterConfig, counts: Mapping[str, int]) -> None:
+    """Let Ray's autoscaler, where there is one, have nodes for so many actors of each kind, and no others."""
+    wanted = {kind: resources for kind in counts if (resources := config.resources(kind))}
+    if wanted:
+        request_resources(bundles=[resources for kind, resources in wanted.items() for _ in range(counts[kind])])
 
 
 def check(config: ClusterConfig, counts: Mapping[str, int]) -> None:

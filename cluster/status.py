@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from cluster.config import gateway_names
 from cluster.connection import LaunchError
+from cluster.control import Control
 from cluster.tables import table
 from router.config import MAX_GATEWAYS
 from transfer.messages import WorkerStatus
 
+if TYPE_CHECKING:
+    from cluster.controller import Report
+
 STATUS_TIMEOUT_S = 10.0
+
+
+def report(name: str) -> Report | None:
+    """What the controller of the cluster `name` says; None where it has none, or begins again just now."""
+    try:
+        found: Report = Control.of(name).call("report")
+    except LaunchError:
+        return None
+    return found
 
 
 def collect(name: str) -> list[WorkerStatus]:
@@ -25,20 +39,22 @@ def collect(name: str) -> list[WorkerStatus]:
     for gateway in gateway_names(MAX_GATEWAYS):
         try:
             actor = ray.get_actor(gateway, namespace=name)
-            return list(ray.get(actor.statuses.remote(), timeout=STATUS_TIMEOUT_S))
+            if statuses := ray.get(actor.statuses.remote(), timeout=STATUS_TIMEOUT_S):
+                return list(statuses)
         except (ValueError, RayError):
             continue
     raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster")
 
 
-def as_json(statuses: list[WorkerStatus]) -> dict[str, Any]:
+def as_json(statuses: list[WorkerStatus], known: Report | None = None) -> dict[str, Any]:
     """The object that `--json` prints."""
-    return {"workers": [{**asdict(one), **_rates(one), "hidden_share": one.transfer.hidden_share} for one in statuses]}
+    workers = [{**asdict(one), **_rates(one), "hidden_share": one.transfer.hidden_share} for one in statuses]
+    return {"workers": workers, "controller": None if known is None else asdict(known)}
 
 
-def as_tables(statuses: list[WorkerStatus]) -> Group:
-    """The same for people: who the workers are and what they do, their KV blocks, and what they sent each other; each
-    fits 80 columns."""
+def as_tables(statuses: list[WorkerStatus], known: Report | None = None) -> Group:
+    """The same for people: who the workers are and what they do, their KV blocks, what they sent each other, and what
+    the controller does; each fits 80 columns."""
     workers = table("worker", "role", "node", "pid", "state", "model", "running", "waiting")
     states = ("total", "free", "cached", "pinned", "quarantined")
     blocks = table("KV blocks", *states, "hit rate")
@@ -51,7 +67,20 @@ def as_tables(statuses: list[WorkerStatus]) -> Group:
     tables = [workers, blocks, _transfers(statuses)]
     if any(one.tiers for one in statuses):
         tables.append(_tiers(statuses))
-    return Group(*tables)
+    return Group(*tables, *(_controller(known) if known is not None else ()))
+
+
+def _controller(known: Report) -> Iterator[RenderableType]:
+    """Every process that there should be, how often it has begun, and why it is not up."""
+    rows = table("actor", "role", "node", "state", "starts", "why")
+    for one in known.actors:
+        rows.add_row(one.name, one.role, one.node, one.state, str(one.starts), one.why)
+    yield rows
+    yield f"gateways: {' '.join(known.urls)}"
+    if known.doing:
+        yield f"under way: {known.doing}"
+    if known.planner:
+        yield f"planner: {known.planner}"
 
 
 def _transfers(statuses: list[WorkerStatus]) -> Table:
