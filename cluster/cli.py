@@ -222,7 +222,7 @@ def status(
     from cluster.connection import DEFAULT_NAME, connect
 
     try:
-        connect(address)
+        connect(address, logs=False)
         statuses, known = workers.collect(DEFAULT_NAME), workers.report(DEFAULT_NAME)
     finally:
         ray.shutdown()

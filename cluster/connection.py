@@ -28,10 +28,11 @@ class LaunchError(UserError):
     """The cluster could not start; one line that says why."""
 
 
-def connect(address: str | None) -> None:
-    """Join the Ray cluster at `address`, or start one here. Raises LaunchError when it cannot be reached."""
+def connect(address: str | None, logs: bool = True) -> None:
+    """Join the Ray cluster at `address`, or start one here, and print what its processes log. Raises LaunchError when
+    it cannot be reached."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options: dict[str, Any] = {"namespace": DEFAULT_NAME, "logging_level": "error", "log_to_driver": True}
+    options: dict[str, Any] = {"namespace": DEFAULT_NAME, "logging_level": "error", "log_to_driver": logs}
     options["runtime_env"] = {"worker_process_setup_hook": "cluster.logs.setup"}
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}

@@ -40,12 +40,13 @@ _SPACE = b"headwater"
 
 @dataclass(frozen=True, slots=True)
 class ActorReport:
-    """One actor: where it is and what the controller knows of its life."""
+    """One actor: on which machine and Ray node it is, and what the controller knows of its life."""
 
     name: str
     role: str
     state: str
     node: str
+    node_id: str
     starts: int
     why: str
 
@@ -161,9 +162,10 @@ class Controller:
         for name, (state, lives, why) in keeper.lives().items():
             spec = cluster.workers.get(name)
             place = cluster.places.get(name)
+            where = (place.host, place.node) if place is not None else ("", "")
             shown = "leaving" if spec is not None and spec.leaving else state.value
             role = spec.role if spec is not None else "gateway"
-            actors.append(ActorReport(name, role, shown, place.host if place else "", lives, why))
+            actors.append(ActorReport(name, role, shown, *where, lives, why))
         return Report(cluster.model_name, cluster.urls, actors, self._doing)
 
     # --- one change after another -------------------------------------------------------------------------------

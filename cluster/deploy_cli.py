@@ -38,7 +38,7 @@ def _connected(address: str | None) -> Iterator[None]:
     from cluster.connection import connect
 
     try:
-        connect(address)
+        connect(address, logs=False)
         yield
     finally:
         ray.shutdown()

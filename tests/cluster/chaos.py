@@ -22,10 +22,12 @@ from cluster.control import Control
 from cluster.controller import ActorReport, Report
 from tests import model_zoo
 from transfer.channel import TransportError
+from transfer.messages import WorkerStatus
 
 MODEL = "tiny-llama"
 DEADLINE_S = 60.0
 RETRY_S = 0.1
+BALANCE_S = 15.0
 Case = tuple[list[int], list[int]]
 
 
@@ -293,3 +295,26 @@ class Faults:
     def _changed(self, method: str, *arguments: Any) -> str:
         self.control.call(method, *arguments)
         return f"{method} {arguments}"
+
+
+def statuses(faults: Faults) -> list[WorkerStatus]:
+    names = [one.name for one in faults.report().actors if one.role != "gateway"]
+    return list(ray.get([faults.actor(name).status.remote() for name in names], timeout=30))
+
+
+def assert_at_rest(faults: Faults) -> None:
+    """All actors are up, and every block is free or cached."""
+    until = time.monotonic() + 60
+    while any(one.state != "up" for one in faults.report().actors):
+        assert time.monotonic() < until, faults.report()
+        time.sleep(0.1)
+    until = time.monotonic() + BALANCE_S
+    while wrong := [one for one in statuses(faults) if not at_rest(one)]:
+        assert time.monotonic() < until, wrong
+        time.sleep(0.1)
+
+
+def at_rest(one: WorkerStatus) -> bool:
+    blocks = one.blocks
+    idle = not (one.running or one.waiting or blocks["pinned"])
+    return idle and blocks["free"] + blocks["cached"] == blocks["total"]

@@ -10,14 +10,13 @@ from ray.exceptions import RayError
 
 from cluster.connection import LaunchError
 from cluster.control import Control, begin
-from tests.cluster.chaos import Case, Faults, Load, cases, process_of, stuck
+from tests.cluster.chaos import Case, Faults, Load, assert_at_rest, cases, process_of, statuses, stuck
 from tests.cluster.conftest import TINY, settings
 from transfer.messages import WorkerStatus
 
 SPACE = "test-controller"
 GROUP = {"prefill.replicas": 2, "decode.replicas": 2, "gateway.replicas": 2}
 QUICK = {"worker.drain_s": 0.5, "gateway.drain_s": 10.0, "transfer.call_timeout_s": 2.0, "transfer.lease_s": 2.0}
-BALANCE_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -50,29 +49,6 @@ def load(control: Control, known: list[Case], faults: Faults) -> Iterator[Load]:
         yield made
         made.more(24)
     assert set(made.ends) == {"right"}, [one for one in made.streams if one.end != "right"][:5]
-
-
-def statuses(faults: Faults) -> list[WorkerStatus]:
-    names = [one.name for one in faults.report().actors if one.role != "gateway"]
-    return list(ray.get([faults.actor(name).status.remote() for name in names], timeout=30))
-
-
-def assert_at_rest(faults: Faults) -> None:
-    """All actors are up, and every block is free or cached."""
-    until = time.monotonic() + 60
-    while any(one.state != "up" for one in faults.report().actors):
-        assert time.monotonic() < until, faults.report()
-        time.sleep(0.1)
-    until = time.monotonic() + BALANCE_S
-    while wrong := [one for one in statuses(faults) if not at_rest(one)]:
-        assert time.monotonic() < until, wrong
-        time.sleep(0.1)
-
-
-def at_rest(one: WorkerStatus) -> bool:
-    blocks = one.blocks
-    idle = not (one.running or one.waiting or blocks["pinned"])
-    return idle and blocks["free"] + blocks["cached"] == blocks["total"]
 
 
 def names(faults: Faults, role: str) -> list[str]:

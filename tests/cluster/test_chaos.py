@@ -1,0 +1,84 @@
+"""A cluster under load that loses, gains and changes parts: no wrong token, nothing hangs, nothing leaks."""
+
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.control import Control, begin
+from tests.cluster.chaos import Case, Faults, Load, Stream, assert_at_rest, cases
+from tests.cluster.conftest import TINY, settings
+from tests.cluster.test_controller import QUICK
+
+SPACE = "test-chaos"
+GROUP = {"prefill.replicas": 3, "decode.replicas": 3, "gateway.replicas": 2}
+CLIENTS = 40
+PAUSE_S = (1.0, 4.0)
+"""Between two faults."""
+KILL_S = 1.0
+"""How long after the end of its gateway a stream may still be cut."""
+
+
+@pytest.fixture(scope="module")
+def chaotic(local_ray: None, tiny: Path) -> Iterator[Control]:
+    made = begin(detached=True, name=SPACE)
+    flags = {name.replace("__", "."): value for name, value in TINY.items()} | GROUP | QUICK
+    made.call("deploy", settings(**{"model.name": str(tiny), **flags}), tiny, 0.0)
+    yield made
+    made.end(drain=False)
+
+
+@pytest.fixture(scope="module")
+def known(tiny: Path) -> list[Case]:
+    return cases(tiny, 12, 160)
+
+
+def test_under_all_faults_no_token_is_wrong_and_nothing_is_lost(
+    chaotic: Control, known: list[Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(chaotic, known, 60.0, 1, capsys)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [2, 3])
+def test_the_same_for_ten_minutes(
+    chaotic: Control, known: list[Case], seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(chaotic, known, 600.0, seed, capsys)
+
+
+def check(control: Control, known: list[Case], seconds: float, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    faults, draw = Faults(control, SPACE, seed), random.Random(seed)
+    urls = faults.report().urls
+    with Load(lambda: urls, known, CLIENTS) as load:
+        load.more(CLIENTS)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            faults.strike()
+            time.sleep(draw.uniform(*PAUSE_S))
+    assert_at_rest(faults)
+    with Load(lambda: urls, known, 1) as after:
+        after.more(1)
+    assert set(after.ends) == {"right"}
+    with capsys.disabled():
+        said = f"{len(faults.log)} faults, {len(load.streams)} streams: {dict(load.ends)}; longest gaps {gaps(load)}"
+        sys.stdout.write(f"\n{said}\n")
+    cut = [one for one in load.streams if one.end == "cut" and not lost_its_gateway(one, faults)]
+    bad = cut + [one for one in load.streams if one.end not in ("right", "cut")]
+    assert not [one for one in bad if one.end in ("wrong", "truncated")], bad[:5]
+    assert len(bad) <= 0.01 * len(load.streams), (len(bad), bad[:5], faults.log)
+
+
+def lost_its_gateway(one: Stream, faults: Faults) -> bool:
+    """Whether the stream's gateway was killed while it ran."""
+    return any(kind == "kill_gateway" and one.begun <= at <= one.over + KILL_S for at, kind, _ in faults.log)
+
+
+def gaps(load: Load) -> str:
+    """The longest pauses within a stream: of the median stream, and of the worst."""
+    found = sorted(one.gap for one in load.streams if one.end == "right")
+    return f"median {found[len(found) // 2]:.2f} s, worst {found[-1]:.2f} s"
