@@ -230,7 +230,7 @@ class Planner:
         speeds = [one.prompt_tokens_s for one in have if one.prompt_tokens_s]
         if not queued and not soon:
             return _Need(1, 1, 1, what)
-        if not speeds or not lasting:
+        if not speeds or not lasting or not self._lasting.requests:
             there = max(1, len(have))
             return _Need(there, there, there, f"{what}, speed not known yet")
         speed = sum(speeds) / len(speeds)

@@ -29,7 +29,7 @@ class Day:
     """What is drawn: a day of `hours`, and over the day on average so many requests a second with so many tokens."""
 
     hours: float = 24.0
-    requests_s: float = 2.0
+    requests_s: float = 4.0
     prompt: int = 4000
     answer: int = 400
     seed: int = 0

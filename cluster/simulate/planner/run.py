@@ -13,8 +13,6 @@ from cluster.simulate.planner.day import Request
 from cluster.simulate.planner.fleet import Fleet
 from cluster.simulate.planner.worker import Worker
 
-Figures = dict[str, float]
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
