@@ -2,8 +2,8 @@
 
 Every `planner.interval_s` it is shown the workers and what has come in, and it answers with the number of workers of
 each role that the latency targets need and with at most one change. A role gets a worker soon: when two observations in
-a row want one more. It gives one up late: when for `planner.remove_after_s` all observations would have left one over
-with a sixth more to do. So where the load stays the same, nobody moves.
+a row want one more. It gives one up late: when for `planner.remove_after_s` it could have done 15 % more without it.
+So where the load stays the same, nobody moves.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SOON, LASTING = 8, 20
 
 
 class PlannerConfig(BaseModel):
-    """When and how the roles and the number of workers follow the load."""
+    """How the roles and the number of workers follow the load."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -260,17 +260,8 @@ class Planner:
         """The one change that is due, and why, or why there is none."""
         total = sum(map(len, have.values()))
         scale = self._config.mode == "scale"
-        for role in self._short(needs, have):
-            wanted = _wanted(role, needs, have)
-            giver = self._spare(OTHER[role], needs, have, now)
-            if giver is None and scale and total < self._config.max_workers:
-                return Add(role), f"one more {role} worker; {wanted}"
-            if giver is None and needs[role].lasting > len(have[role]):
-                giver = self._giver(OTHER[role], needs[OTHER[role]].lasting, have)
-            if giver is not None:
-                return Move(giver, role), f"{giver} becomes {role}; {wanted}"
-            limit = f"max_workers is {self._config.max_workers}, " if scale else ""
-            return None, f"{limit}no {OTHER[role]} worker to spare; {wanted}"
+        if (short := self._shortest(needs, have)) is not None:
+            return self._help(short, needs, have, now)
         if scale and total < self._config.min_workers:
             role = max(ROLES, key=lambda role: needs[role].workers - len(have[role]))
             return Add(role), f"one more {role} worker; min_workers is {self._config.min_workers}, {total} there"
@@ -281,10 +272,28 @@ class Planner:
                     return Remove(giver), f"{giver} stops; {_wanted(role, needs, have)}"
         return None, "; ".join(_wanted(role, needs, have) for role in ROLES)
 
-    def _short(self, needs: dict[Role, _Need], have: dict[Role, list[Seen]]) -> list[Role]:
-        """The roles that have been short for long enough, the worst first."""
+    def _shortest(self, needs: dict[Role, _Need], have: dict[Role, list[Seen]]) -> Role | None:
+        """Of the roles that have been short for long enough the one that lacks the greatest part. Nobody at all is
+        worse than too few."""
         short = [role for role in ROLES if self._streaks[role].short >= ADD_AFTER]
-        return sorted(short, key=lambda role: -needs[role].workers / max(1, len(have[role])))
+        return max(short, key=lambda role: needs[role].workers / len(have[role]) if have[role] else inf, default=None)
+
+    def _help(
+        self, role: Role, needs: dict[Role, _Need], have: dict[Role, list[Seen]], now: float
+    ) -> tuple[Move | Add | None, str]:
+        """One more worker for a role: one that the other can do without; or a new one; or, where there can be none, one
+        that the other can do without for now, if this role lacks one lastingly."""
+        other, wanted = OTHER[role], _wanted(role, needs, have)
+        giver = self._spare(other, needs, have, now)
+        scale = self._config.mode == "scale"
+        if giver is None and scale and sum(map(len, have.values())) < self._config.max_workers:
+            return Add(role), f"one more {role} worker; {wanted}"
+        if giver is None and needs[role].lasting > len(have[role]):
+            giver = self._giver(other, needs[other].lasting if have[role] else 1, have)
+        if giver is not None:
+            return Move(giver, role), f"{giver} becomes {role}; {wanted}"
+        limit = f"max_workers is {self._config.max_workers}, " if scale else ""
+        return None, f"{limit}no {other} worker to spare; {wanted}"
 
     def _spare(self, role: Role, needs: dict[Role, _Need], have: dict[Role, list[Seen]], now: float) -> str | None:
         """A worker that its role has been able to do without for long enough."""
