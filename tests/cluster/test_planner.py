@@ -365,6 +365,15 @@ def test_what_is_not_known_yet_changes_nobody_unless_answers_are_late() -> None:
     assert Add("decode") in changes
 
 
+def test_an_ordinary_queue_counts_for_nothing_and_neither_do_tokens_of_nobody() -> None:
+    workers = (Seen("p1", "prefill", True, 900, SPEED), Seen("p2", "prefill", True, 900, SPEED), Seen("d1", "decode"))
+    for observation in (Observation(workers, 3000, 6), Observation(workers, 3000, 0)):
+        planner = Planner(config("roles"))
+        plans = [planner.plan(observation, 10.0 * number) for number in range(30)]
+        assert plans[-1].prefill == (1 if observation.requests else 2)
+        assert {plan.change for plan in plans} == {None}
+
+
 def test_a_clock_that_stands_still_or_goes_back_is_no_load() -> None:
     made = cluster(2, 2, config())
     for seconds in (0.0, -5.0):

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cluster.bench.cli import app
 from cluster.errors import UserError
-from cluster.planner import Add, Move, Remove
+from cluster.planner import Add, Move, Observation, Plan, Planner, Remove
 from cluster.simulate.loop import Loop
 from cluster.simulate.planner.compare import START, TARGETS, checks, compare, least_workers
 from cluster.simulate.planner.day import Day, Request
@@ -119,6 +119,25 @@ def test_requests_that_come_while_workers_move_are_all_answered() -> None:
     assert len(outcome.changes) >= 10
     assert outcome.lost == 0
     assert outcome.worker_hours < 12 * 0.55
+
+
+@pytest.mark.parametrize("change", [Remove("w0"), Move("w0", "decode")])
+def test_a_prefill_worker_leaves_when_its_last_prompt_is_computed(
+    monkeypatch: pytest.MonkeyPatch, change: Remove | Move
+) -> None:
+    """At second 1 it has 10 seconds to do; the answer takes the decode worker another 100 steps."""
+
+    class Once(Planner):
+        def plan(self, seen: Observation, now: float) -> Plan:
+            return Plan(1, 1, change if now == 1.0 else None, "it is told so")
+
+    monkeypatch.setattr("cluster.simulate.planner.run.Planner", Once)
+    requests = [Request(0.0, 10 * round(PROMPT_TOKENS_S), 100), Request(1.5, 100, 1)]
+    outcome = play(requests, {"prefill": 2, "decode": 1}, TARGETS.model_copy(update={"interval_s": 1.0}))
+    assert outcome.lost == 0
+    assert outcome.first_s[0] == 10.0
+    end = 10 + max(100 * (ALONE_S + ANSWER_S), CHANGE_S if isinstance(change, Move) else 0)
+    assert outcome.worker_hours * 3600 == pytest.approx(2 * end + (10 if isinstance(change, Remove) else end))
 
 
 def test_without_a_worker_requests_are_lost() -> None:
