@@ -11,6 +11,7 @@ import typer
 from cluster.bench.tiers.parts import Part
 from cluster.config import ClusterConfig, load
 from cluster.signals import interruptible
+from cluster.simulate.planner.cli import planner
 
 if TYPE_CHECKING:
     from cluster.bench.report import Report
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Measure the running code.")
 app.callback()(interruptible)
+app.command("planner")(planner)
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Assert = Annotated[bool, typer.Option("--assert", help="exit 1 unless something was checked and every check holds")]
