@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from cluster.errors import UserError
 from cluster.models import DEFAULT_MODEL
+from cluster.planner import PlannerConfig
 from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
 from transfer.gossip.config import GossipConfig
@@ -80,6 +81,7 @@ class ClusterConfig(_Section):
     router: RouterConfig = RouterConfig()
     gateway: GatewayConfig = GatewayConfig()
     gossip: GossipConfig = GossipConfig()
+    planner: PlannerConfig = PlannerConfig()
 
     @model_validator(mode="after")
     def _someone_answers(self) -> Self:

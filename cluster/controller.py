@@ -24,6 +24,8 @@ from cluster.config import ClusterConfig
 from cluster.connection import LaunchError
 from cluster.keeper import Keeper
 from cluster.launch import START_TIMEOUT_S, Cluster, State
+from cluster.planner import Move, Remove
+from cluster.planning import Change, Planning
 from router.view import BOTH, DECODE, PREFILL
 
 _log = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Report:
     urls: list[str]
     actors: list[ActorReport]
     doing: str
-    planner: str = ""
+    planner: str
 
 
 class Controller:
@@ -72,6 +74,7 @@ class Controller:
         self._doing = ""
         self._cluster: Cluster | None = None
         self._keeper: Keeper | None = None
+        self._planning: Planning | None = None
         if detached and (saved := internal_kv._internal_kv_get(self._key, namespace=_SPACE)):
             self._go_on(pickle.loads(saved))
 
@@ -135,6 +138,8 @@ class Controller:
         no gateway answers, with everything ended all the same."""
         until = None if seconds is None else time.monotonic() + seconds
         self._do("ending")
+        if self._planning is not None:
+            self._planning.stop()
         if self._keeper is not None:
             self._keeper.stop()
         cut = 0
@@ -166,7 +171,8 @@ class Controller:
             shown = "leaving" if spec is not None and spec.leaving else state.value
             role = spec.role if spec is not None else "gateway"
             actors.append(ActorReport(name, role, shown, *where, lives, why))
-        return Report(cluster.model_name, cluster.urls, actors, self._doing)
+        why = self._planning.why if self._planning is not None else ""
+        return Report(cluster.model_name, cluster.urls, actors, self._doing, why)
 
     # --- one change after another -------------------------------------------------------------------------------
 
@@ -195,6 +201,7 @@ class Controller:
         cluster.config = config
         self._save()
         self._scale(cluster, counts, patience_s)
+        self._plan(cluster)
         if not same:
             self._restart(cluster)
 
@@ -296,6 +303,23 @@ class Controller:
         self._save()
         self._keeper = Keeper(cluster, lambda line: _log.warning("%s", line))
         self._keeper.start(lost or [])
+        self._plan(cluster)
+
+    def _plan(self, cluster: Cluster) -> None:
+        """Let roles and numbers follow the load, as configured now."""
+        if self._planning is not None:
+            self._planning.stop()
+        self._planning = Planning(cluster.config.planner, cluster.seen, self._planned)
+        self._planning.start()
+
+    def _planned(self, change: Change) -> None:
+        """What the planner wants, as an operator would do it. Raises LaunchError."""
+        if isinstance(change, Move):
+            self.set_role(change.worker, change.role)
+        elif isinstance(change, Remove):
+            self.drain([change.worker])
+        else:
+            self.scale({change.role: self._running()[0].counts.get(change.role, 0) + 1})
 
     def _go_on(self, state: State) -> None:
         """Take the cluster over from the life before."""

@@ -154,6 +154,16 @@ class Cluster:
         roles = [spec.role for spec in self.workers.values()]
         return {role: roles.count(role) for role in dict.fromkeys(roles)} | {"gateway": len(self._gateways)}
 
+    def seen(self) -> tuple[list[WorkerSpec], list[WorkerStatus]]:
+        """Who there should be, and what those say that answer soon."""
+        calls = [self._actors[name].status.remote() for name in self.workers if name in self._actors]
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+        found = []
+        for call in done:
+            with suppress(RayError):
+                found.append(ray.get(call))
+        return list(self.workers.values()), found
+
     def statuses(self) -> list[WorkerStatus]:
         """Each living worker's own account."""
         return list(ray.get([self._actors[name].status.remote() for name in self.workers], timeout=ASK_S))

@@ -375,13 +375,16 @@ class Speeds:
     """What a worker has measured of itself lately; 0 for what it has not done yet. `prompt_tokens_s`: prompt tokens a
     second in steps of some length. `handover_s`: from a first token until the decode worker has all blocks. `bytes_s`:
     while it sends. `host_bytes_s`: while it loads from host memory. `disk_bytes_s`: while it reads from disk to host
-    memory. Bytes are those of KV on the device."""
+    memory. Bytes are those of KV on the device. `gap_s`: what the last step took that had answers in it, so many
+    `answers`."""
 
     prompt_tokens_s: float = 0.0
     handover_s: float = 0.0
     bytes_s: float = 0.0
     host_bytes_s: float = 0.0
     disk_bytes_s: float = 0.0
+    gap_s: float = 0.0
+    answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +414,7 @@ class WorkerStatus:
     incarnation: int
     running: int
     waiting: int
+    queued_tokens: int
     prefix_cache: bool
     blocks: dict[str, int]
     fragmentation: float

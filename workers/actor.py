@@ -245,6 +245,7 @@ class Worker:
             incarnation=self.incarnation,
             running=engine.running,
             waiting=engine.waiting,
+            queued_tokens=self.queued_tokens,
             prefix_cache=engine.cache.reuse,
             blocks=engine.cache.counts(),
             fragmentation=engine.cache.pool.fragmentation(),

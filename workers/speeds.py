@@ -25,6 +25,7 @@ class SpeedMeter:
         self._prompts = 0.0, 0.0
         self._measured = 0
         self._row_s = 0.0
+        self._answers = 0, 0.0
         self._handover_s = 0.0
         self._bytes_s = 0.0
         self._sent = (0, 0.0)
@@ -34,6 +35,8 @@ class SpeedMeter:
         counts = [work.count for work in works]
         if rows := sum(counts):
             self._row_s = _mean(self._row_s, seconds / rows)
+        if (answers := counts.count(1)) > 0:
+            self._answers = answers, seconds
         tokens = sum(count for count in counts if count > 1)
         if tokens >= MIN_TOKENS:
             before, took = self._prompts
@@ -63,7 +66,8 @@ class SpeedMeter:
             self._bytes_s = _mean(self._bytes_s, sent / seconds)
             self._sent = transfers.sent_bytes, transfers.sending_s
         host, disk = (tiers.host_bytes_s, tiers.disk_bytes_s) if tiers is not None else (0.0, 0.0)
-        return Speeds(self.prompt_tokens_s, self._handover_s, self._bytes_s, host, disk)
+        answers, gap_s = self._answers
+        return Speeds(self.prompt_tokens_s, self._handover_s, self._bytes_s, host, disk, gap_s, answers)
 
 
 def _mean(before: float, now: float) -> float:

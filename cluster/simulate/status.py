@@ -17,6 +17,7 @@ def stand_in(name: str, role: str, speeds: Speeds, token_bytes: int) -> WorkerSt
         incarnation=1,
         running=0,
         waiting=0,
+        queued_tokens=0,
         prefix_cache=True,
         blocks={},
         fragmentation=0.0,

@@ -162,6 +162,7 @@ def report(
             incarnation=incarnation,
             running=0,
             waiting=0,
+            queued_tokens=0,
             prefix_cache=prefix_cache,
             blocks={"total": 1000},
             fragmentation=0.0,
