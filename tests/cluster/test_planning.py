@@ -55,7 +55,7 @@ def test_what_the_planner_wants_is_done(mode: str, moves: bool) -> None:
         answers = 30 + looks % 30
         speeds = Speeds(1000.0, gap_s=0.02 + 0.008 * answers, answers=answers)
         slow = replace(said("d0", "decode", requests=20 * looks, running=answers), speeds=speeds)
-        return specs, [*(said(f"p{number}", "prefill", 10 * looks, 7 * looks) for number in range(3)), slow]
+        return specs, [*(said(f"p{number}", "prefill", looks // 20, looks) for number in range(3)), slow]
 
     config = PlannerConfig(mode=mode, interval_s=0.01, token_gap_s=0.05, remove_after_s=0.1)  # type: ignore[arg-type]
     planning = Planning(config, look, done.append)
