@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
+from router.admission import Admission
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import errors, metrics
 from router.gateway.errors import ApiError, failed, invalid, overloaded, unavailable
@@ -113,6 +114,7 @@ class Dispatcher:
         self._router_config = router_config
         self._notify = notify
         self._config = config
+        self._admission = Admission(config.first_token_target_s)
         self._attempts: dict[str, _Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -134,6 +136,17 @@ class Dispatcher:
         for attempt in self._attempts.values():
             attempt.queue.put_nowait(unavailable("the gateway is shutting down"))
 
+    def admit(self, prompt: Prompt) -> None:
+        """Raises ApiError 429 for a new prompt whose answer would begin too late."""
+        refusal = self._admission.check(prompt.tenant, prompt.weight, prompt.priority)
+        if refusal is not None:
+            metrics.refused.add(1, {"priority": "low" if prompt.priority < 0 else "normal"})
+            raise overloaded(
+                f"the answer would begin in about {refusal.expected_s:.1f} s, {refusal.allowed_s:.1f} s are allowed at "
+                f"priority {prompt.priority} (gateway.first_token_target_s: {self._config.first_token_target_s:g})",
+                refusal.again_s,
+            )
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
         """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, 504 behind its deadline, 400
         where no worker can answer it, or 500 when it cannot be completed."""
@@ -143,6 +156,7 @@ class Dispatcher:
         sent: list[int] = []
         first: Delta | None = None
         avoid: frozenset[str] = frozenset()
+        wait = self._admission.wait(prompt.tenant, prompt.weight, prompt.priority)
         self.in_flight += 1
         try:
             left, full = self._router_config.attempts, MAX_FULL
@@ -158,6 +172,8 @@ class Dispatcher:
                         if attempt.finished:
                             known = prompt.tokens + pack_tokens(sent[:-1])  # the last token's KV is not computed
                             self._router.holds(attempt.answers, prompt.chain.extended(known))
+                        if wait.open and (attempt.finished or len(sent) > 1):
+                            wait.answered()  # the first token alone does not say that there is room to decode
                         yield _output(delta, first)
                         if attempt.finished:
                             return
@@ -172,6 +188,7 @@ class Dispatcher:
                 finally:
                     self._end(attempt)
         finally:
+            wait.left()
             self.in_flight -= 1
 
     def _start(

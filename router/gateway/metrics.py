@@ -12,6 +12,9 @@ from router.view import View
 
 _meter = metrics.get_meter("headwater.gateway")
 requests = _meter.create_counter("headwater_requests", description="finished requests by route and outcome")
+refused = _meter.create_counter(
+    "headwater_requests_refused", description="requests that would have waited too long, by priority: low or normal"
+)
 prompt_tokens = _meter.create_counter("headwater_prompt_tokens", description="prompt tokens of answered requests")
 cached_tokens = _meter.create_counter("headwater_cached_prompt_tokens", description="prompt tokens nobody computed")
 output_tokens = _meter.create_counter("headwater_output_tokens", description="tokens generated")
