@@ -17,7 +17,7 @@ from router.gateway.errors import ApiError
 from router.gateway.text import Text
 from tests.router.serving import MODEL, Played, application
 from tests.router.test_dispatch import told
-from transfer.messages import Delta, Request
+from transfer.messages import Delta, Outcome, Request
 
 TARGET_S = 2.0
 SERVERS, SERVICE_S = 4, 0.2
@@ -169,15 +169,30 @@ def test_after_an_overload_all_is_as_before(seed: int) -> None:
     assert all(one.in_time for one in cluster.asked if one.at >= 42)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_who_is_refused_is_told_when_there_is_room_again(seed: int) -> None:
-    """Nobody comes again earlier than that: then there is room."""
-    cluster = Cluster(seed)
-    asked = cluster.run(Flow(5 * CAPACITY, end=20)).asked
-    last = max((one for one in asked if one.again_s is not None), key=lambda one: one.at)
-    assert 0 < last.again_s < TARGET_S
-    later = Cluster(seed).run(Flow(5 * CAPACITY, end=20), Flow(1, begin=last.at + last.again_s + 0.5, end=40))
-    assert later.refused(rate=1) == 0
+def test_who_is_refused_is_told_when_there_is_room_again() -> None:
+    """Ten a second are answered, and three quarters of four seconds are allowed."""
+    now = [0.0]
+    admission = Admission(4.0, lambda: now[0])
+    waits = [admission.wait("", 1, 0) for _ in range(200)]
+
+    def answer(seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            now[0] += 0.1
+            waits.pop().answered()
+
+    answer(10)
+    refusal, low = admission.check("", 1, 0), admission.check("", 1, -1)
+    assert refusal is not None
+    assert low is not None
+    assert (refusal.expected_s, refusal.allowed_s, refusal.again_s) == pytest.approx((10, 3, 7))
+    assert low.again_s == pytest.approx(8.5)
+    answer(6.9)
+    assert admission.check("", 1, 0) is not None
+    answer(0.2)
+    assert admission.check("", 1, 0) is None
+    assert admission.check("", 1, -1) is not None
+    answer(1.5)
+    assert admission.check("", 1, -1) is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -249,6 +264,20 @@ def test_a_cold_cluster_takes_all_until_it_is_late() -> None:
     assert admission.check("", 1, 0) is not None
 
 
+def test_one_answer_is_no_pace() -> None:
+    """That another one takes a second does not mean that all do."""
+    now = [0.0]
+    admission = Admission(10.0, lambda: now[0])
+    waits = [admission.wait("", 1, 0) for _ in range(30)]
+    waits[0].answered()
+    now[0] = 1.0
+    assert admission.check("", 1, 0) is None
+    waits[1].answered()
+    assert admission.check("", 1, 0) is None
+    now[0] = 3.0
+    assert admission.check("", 1, 0) is not None
+
+
 def test_who_leaves_makes_room_but_no_pace() -> None:
     now = [0.0]
     admission = Admission(10.0, lambda: now[0])
@@ -309,9 +338,22 @@ async def test_the_first_token_alone_ends_no_wait() -> None:
     """It comes before there is a place at a decode worker."""
     directory, outputs = told((Delta("", 0, (7,), 3), Delta("", 1, (8,), 3)), timeout_s=0.1)
     assert directory.dispatcher is not None
+    late(directory.dispatcher)
+    admission = directory.dispatcher._admission
     await anext(outputs)
-    assert directory.dispatcher._admission._waiting == 1
+    assert (admission._waiting, len(admission._answers)) == (FEW + 1, 0)
     await anext(outputs)
-    assert directory.dispatcher._admission._waiting == 0
+    assert (admission._waiting, len(admission._answers)) == (FEW, 1)
     with pytest.raises(ApiError):
         await anext(outputs)
+    assert (admission._waiting, len(admission._answers)) == (FEW, 1)
+
+
+async def test_who_gets_no_answer_does_not_wait_any_more() -> None:
+    directory, outputs = told(Outcome("refused", error="no token fits"))
+    assert directory.dispatcher is not None
+    late(directory.dispatcher)
+    with pytest.raises(ApiError):
+        await anext(outputs)
+    admission = directory.dispatcher._admission
+    assert (admission._waiting, len(admission._answers)) == (FEW, 0)
