@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-HEADROOM = 0.75
+HEADROOM = 2 / 3
 """The share of the target that may be expected: what is expected is a mean, and is measured."""
 LOW = 0.5
 """What is left of it for priorities below 0, so that there is room for the others."""

@@ -170,9 +170,9 @@ def test_after_an_overload_all_is_as_before(seed: int) -> None:
 
 
 def test_who_is_refused_is_told_when_there_is_room_again() -> None:
-    """Ten a second are answered, and three quarters of four seconds are allowed."""
+    """Ten a second are answered, and two thirds of 4.5 seconds are allowed."""
     now = [0.0]
-    admission = Admission(4.0, lambda: now[0])
+    admission = Admission(4.5, lambda: now[0])
     waits = [admission.wait("", 1, 0) for _ in range(200)]
 
     def answer(seconds: float) -> None:
