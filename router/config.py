@@ -56,6 +56,9 @@ class GatewayConfig(BaseModel):
         {}, description="Ray resources that each gateway takes, such as {gateway: 1}"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="deadline of a request, in seconds")
+    first_token_target_s: float | None = Field(
+        30.0, gt=0, description="a request whose answer is not expected to begin within so many seconds is refused"
+    )
     max_body_bytes: int = Field(16 * 2**20, ge=1024, description="largest accepted request body")
     body_timeout_s: float = Field(
         30.0, gt=0, description="how long a request's head may take to arrive, and its body, in seconds"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from opentelemetry import trace
 
+from router.admission import Admission
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import errors, metrics
 from router.gateway.errors import ApiError, failed, invalid, overloaded, unavailable
@@ -118,6 +119,7 @@ class Dispatcher:
         self._router_config = router_config
         self._notify = notify
         self._config = config
+        self._admission = Admission(config.first_token_target_s)
         self._attempts: dict[str, _Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.in_flight = 0
@@ -139,6 +141,17 @@ class Dispatcher:
         for attempt in self._attempts.values():
             attempt.queue.put_nowait(unavailable("the gateway is shutting down"))
 
+    def admit(self, prompt: Prompt) -> None:
+        """Raises ApiError 429 for a new prompt whose answer would begin too late."""
+        refusal = self._admission.check(prompt.tenant, prompt.weight, prompt.priority)
+        if refusal is not None:
+            metrics.refused.add(1, {"priority": "low" if prompt.priority < 0 else "normal"})
+            raise overloaded(
+                f"the answer would begin in about {refusal.expected_s:.1f} s, {refusal.allowed_s:.1f} s are allowed at "
+                f"priority {prompt.priority} (gateway.first_token_target_s: {self._config.first_token_target_s:g})",
+                refusal.again_s,
+            )
+
     async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
         """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, 504 behind its deadline, 400
         where no worker can answer it, or 500 when it cannot be completed."""
@@ -148,6 +161,7 @@ class Dispatcher:
         sent: list[int] = []
         first: Delta | None = None
         avoid: frozenset[str] = frozenset()
+        wait = self._admission.wait(prompt.tenant, prompt.weight, prompt.priority)
         self.in_flight += 1
         try:
             left, full, moves = self._router_config.attempts, MAX_FULL, MAX_MOVES
@@ -162,6 +176,8 @@ class Dispatcher:
                         attempt.finished = delta.finish_reason is not None
                         if attempt.finished:
                             self._holds(attempt, prompt, sent)
+                        if wait.open and (attempt.finished or len(sent) > 1):
+                            wait.answered()  # the first token alone does not say that there is room to decode
                         yield _output(delta, first)
                         if attempt.finished:
                             return
@@ -181,6 +197,7 @@ class Dispatcher:
                 finally:
                     self._end(attempt)
         finally:
+            wait.left()
             self.in_flight -= 1
 
     def _start(

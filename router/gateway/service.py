@@ -74,7 +74,9 @@ class Service:
 
     async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
         """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
-        other choices begin once its first one has: then the prompt is cached."""
+        other choices begin once its first one has: then the prompt is cached. Raises ApiError, with 429
+        before any begins."""
+        self._dispatcher.admit(jobs[0].prompt)
         if len(jobs) == 1:
             async with aclosing(self._answer(jobs[0])) as answer:
                 async for piece in answer:
