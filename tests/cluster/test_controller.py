@@ -1,16 +1,20 @@
 """A cluster that outlives its commands, on real processes: it grows, shrinks, changes and loses parts, and answers."""
 
+import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
 from ray.exceptions import RayError
 
 from cluster.connection import LaunchError
 from cluster.control import Control, begin
-from tests.cluster.chaos import Case, Faults, Load, assert_at_rest, cases, process_of, statuses, stuck
+from tests import model_zoo
+from tests.cluster.chaos import MODEL, Case, Faults, Load, assert_at_rest, cases, process_of, statuses, stuck
 from tests.cluster.conftest import TINY, settings
 from transfer.messages import WorkerStatus
 
@@ -139,3 +143,37 @@ def test_what_the_ray_cluster_lacks_is_said(control: Control, tiny: Path) -> Non
     assert "wing: 0.5 wanted (1 x prefill.resources 0.5), 0 in the Ray cluster" in str(caught.value)
     assert not other.call("runs")
     other.end(drain=False)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_stream_whose_decode_worker_is_killed_has_a_gap_and_the_same_text(control: Control, tiny: Path) -> None:
+    """After 5, 50 and 200 tokens, three times each."""
+    faults, gaps = Faults(control, SPACE, 2), []
+    prompt, answer = model_zoo.clear_prompt(tiny, 40, 400, seed=3)
+    for tokens in (5, 50, 200) * 3:
+        assert_at_rest(faults)
+        gaps.append((tokens, killed_after(faults, prompt, answer, tokens)))
+    worst = sorted(gap for _, gap in gaps)
+    sys.stdout.write(f"gaps: median {worst[len(worst) // 2]:.2f} s, worst {worst[-1]:.2f} s: {gaps}\n")
+
+
+def killed_after(faults: Faults, prompt: list[int], answer: list[int], tokens: int) -> float:
+    """The longest pause of a stream whose decode worker is killed after so many tokens."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": len(answer), "temperature": 0, "ignore_eos": True}
+    ids: list[int] = []
+    gap, last, killed = 0.0, 0.0, False
+    wanted = body | {"stream": True, "return_token_ids": True}
+    with httpx.stream("POST", f"{faults.report().urls[0]}/v1/completions", json=wanted, timeout=60) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            gap, last = max(gap, time.monotonic() - last if last else 0.0), time.monotonic()
+            ids += json.loads(line[6:])["choices"][0]["token_ids"]
+            if len(ids) >= tokens and not killed:
+                killed = True
+                busy = [one.name for one in statuses(faults) if one.role == "decode" and one.running]
+                if busy:  # the answer may be complete by now
+                    faults.kill(busy[0])
+    assert ids == answer
+    return gap

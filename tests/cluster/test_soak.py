@@ -1,0 +1,91 @@
+"""Half an hour of mixed traffic with faults: what processes hold does not grow. `HEADWATER_SOAK_S` says how long."""
+
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from cluster.control import Control
+from tests.cluster.chaos import MODEL, Faults, Load, assert_at_rest, cases, process_of
+from tests.cluster.test_controller import SPACE, control  # noqa: F401
+
+SECONDS = float(os.environ.get("HEADWATER_SOAK_S", "1800"))
+CLIENTS = 12
+LEAVE_S = (0.02, 0.3)
+GROWTH = {"rss": 0.05, "fds": 0.05, "threads": 0.05}
+"""What may be added from the first quarter to the end, by the line through all samples, as a share of what there is."""
+LEAST = {"rss": 32e6, "fds": 8, "threads": 3}
+"""So much may be added in any case."""
+
+
+@dataclass
+class Samples:
+    """What each process held over time."""
+
+    at: list[float]
+    found: dict[tuple[str, str], list[float]]
+
+    def take(self, processes: dict[str, psutil.Process]) -> None:
+        self.at.append(time.monotonic())
+        for name, process in processes.items():
+            self.found[name, "rss"].append(process.memory_info().rss)
+            self.found[name, "fds"].append(process.num_fds())
+            self.found[name, "threads"].append(process.num_threads())
+
+    def growth(self, name: str, kind: str) -> tuple[float, float]:
+        """By the line through the last three quarters: how much more at the end; and what there was at first."""
+        first = len(self.at) // 4
+        at, values = np.array(self.at[first:]), np.array(self.found[name, kind][first:])
+        slope, _ = np.polyfit(at - at[0], values, 1)
+        return float(slope * (at[-1] - at[0])), float(values[0])
+
+
+def leave_early(url: str, draw: random.Random) -> None:
+    """A client that does not wait for its answer."""
+    body = {"model": MODEL, "prompt": [draw.randrange(500) for _ in range(200)], "max_tokens": 200}
+    with suppress(httpx.TimeoutException):
+        httpx.post(f"{url}/v1/completions", json=body, timeout=draw.uniform(*LEAVE_S))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_what_processes_hold_does_not_grow(
+    control: Control,  # noqa: F811
+    tiny: Path,
+) -> None:
+    faults, draw = Faults(control, SPACE, 7), random.Random(7)
+    report = faults.report()
+    processes = {one.name: process_of(faults.actor(one.name)) for one in report.actors}
+    processes["controller"] = process_of(control.actor)
+    milder: list[Callable[[], str | None]] = [faults.stop_some, faults.part_gossip, faults.fail_writes]
+    samples = Samples([], defaultdict(list))
+    with Load(lambda: report.urls, cases(tiny, 8, 120), CLIENTS) as load:
+        until, struck = time.monotonic() + SECONDS, 0
+        while time.monotonic() < until:
+            leave_early(draw.choice(report.urls), draw)
+            if draw.random() < 0.1:
+                draw.choice(milder)()
+                struck += 1
+            samples.take(processes)
+            time.sleep(0.5)
+    assert set(load.ends) == {"right"}, load.ends
+    assert_at_rest(faults)
+    said = [f"{len(load.streams)} streams, {struck} faults in {SECONDS:.0f} s"]
+    grown = []
+    for name, kind in samples.found:
+        more, there = samples.growth(name, kind)
+        said.append(f"{name} {kind}: {there:.4g} {more:+.3g}")
+        if more > max(LEAST[kind], GROWTH[kind] * there):
+            grown.append(said[-1])
+    sys.stdout.write("\n".join(said) + "\n")
+    assert not grown
