@@ -18,9 +18,9 @@ from router.gateway import request_id, routes_messages, routes_responses, routes
 from router.gateway.accounts import Keyring
 from router.gateway.answers import ChatAnswer, CompletionAnswer
 from router.gateway.errors import ApiError, invalid, unavailable
-from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, count, respond
+from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, respond
 from router.gateway.keys import Keys
-from router.gateway.middleware import Bugs, RequestIds
+from router.gateway.middleware import Bugs, Counted, RequestIds
 from router.gateway.openapi import ERRORS, body_of, document
 from router.gateway.plans import PLAN_HEADER, plans
 from router.gateway.schemas.chat import ChatRequest
@@ -72,6 +72,7 @@ def _pass_through(app: FastAPI, origins: list[str], keyring: Keyring) -> None:
             max_age=CORS_MAX_AGE_S,
         )
     app.add_middleware(RequestIds)
+    app.add_middleware(Counted)
 
 
 def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes]) -> APIRouter:
@@ -126,7 +127,6 @@ def _openai_routes(service: Service, check_ready: Callable[[], None]) -> APIRout
 
 
 async def _on_api_error(request: Request, error: Any) -> Response:
-    count(request, "client_error" if error.status < 500 else "error")
     return error.response()
 
 
@@ -145,7 +145,6 @@ async def _on_bad_parameter(request: Request, error: Any) -> Response:
 
 
 async def _on_client_gone(request: Request, _: Exception) -> Response:
-    count(request, "cancelled")
     return Response(status_code=CLIENT_CLOSED)
 
 

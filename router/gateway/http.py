@@ -14,7 +14,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from router.config import GatewayConfig
-from router.gateway import metrics
 from router.gateway.answers import Answer
 from router.gateway.choice import Piece
 from router.gateway.errors import ApiError, failed
@@ -25,6 +24,8 @@ CLIENT_CLOSED = 499
 """Status, in metrics only, of a request whose client left (as nginx counts it)."""
 THREAD_BYTES = 64 * 2**10
 """Larger bodies are parsed beside the event loop, so that tokens of others need not wait."""
+OUTCOME = "headwater.outcome"
+"""In the scope of a request: how it has ended, where its status does not say so."""
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients of server-sent events skip; what is between them and here sees that the stream lives."""
 T = TypeVar("T")
@@ -34,12 +35,6 @@ Pieces = AsyncGenerator[Piece, None]
 
 class ClientGone(Exception):
     """The client closed the connection before its answer was complete."""
-
-
-def count(request: Request, outcome: str) -> None:
-    """Count a request that is over, by route template and never by the client's path, so that labels stay bounded."""
-    route = request.scope.get("route")
-    metrics.requests.add(1, {"route": getattr(route, "path", "none"), "outcome": outcome})
 
 
 async def body_as(kind: type[M], request: Request) -> M:
@@ -84,7 +79,6 @@ async def respond(
             body = await unless_gone(request, answer.whole(pieces))
         finally:
             await pieces.aclose()
-        count(request, "ok")
         return await asyncio.to_thread(JSONResponse, body, headers=headers())
     feed, keepalive_s = _Feed(pieces), _config(request).keepalive_s
     try:
@@ -163,7 +157,7 @@ class EventStream(StreamingResponse):
             await _end(writing, gone, beside)
             await self._events.aclose()
             await self._feed.close()
-            count(self._request, outcome)
+            self._request.scope[OUTCOME] = outcome
 
     async def _write(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time

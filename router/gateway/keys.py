@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.gateway import accounts
 from router.gateway.accounts import Account, Keyring
 from router.gateway.errors import ApiError
-from router.gateway.http import count
 from router.gateway.messages import error_body
 
 OPEN = ("/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
@@ -34,7 +32,6 @@ class Keys:
             account = self._account(scope)
             account.begin()
         except ApiError as error:
-            count(Request(scope), "client_error")
             await _response(scope["path"], error)(scope, receive, send)
             return
         before = accounts.current.set(account)

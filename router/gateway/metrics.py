@@ -13,6 +13,9 @@ from router.view import View
 _meter = metrics.get_meter("headwater.gateway")
 _SECONDS = [0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000]
 """Bounds of histograms of times; the SDK's own are meant for milliseconds."""
+started = _meter.create_counter(
+    "headwater_requests_started", description="requests that came; those that are not finished are under way"
+)
 requests = _meter.create_counter("headwater_requests", description="finished requests by route and outcome")
 refused = _meter.create_counter(
     "headwater_requests_refused", description="requests that would have waited too long, by priority: low or normal"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from opentelemetry import trace
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.gateway import request_id
+from router.gateway import metrics, request_id
 from router.gateway.errors import failed
-from router.gateway.http import count
+from router.gateway.http import CLIENT_CLOSED, OUTCOME
+from router.gateway.keys import OPEN
 
 _log = logging.getLogger(__name__)
 _HEADER = request_id.HEADER.encode()
@@ -40,6 +40,40 @@ class RequestIds:
         request_id.current.reset(before)  # not where it raises: the server logs that, and names the request
 
 
+class Counted:
+    """Counts each request of clients once when it comes and once when it is over, whatever happens to it. By the
+    route's template and never by the client's path, so that labels stay bounded."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        metrics.started.add(1)
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            route = getattr(scope.get("route"), "path", "none")
+            metrics.requests.add(1, {"route": route, "outcome": scope.get(OUTCOME) or _outcome(status)})
+
+
+def _outcome(status: int) -> str:
+    if status == CLIENT_CLOSED:
+        return "cancelled"
+    return "ok" if status < 400 else "client_error" if status < 500 else "error"
+
+
 class Bugs:
     """Answers 500 where a route raises what it should not. Starlette's own place for that is outside of all others, so
     that its answer would have neither id nor CORS headers."""
@@ -62,5 +96,4 @@ class Bugs:
             if begun or scope["type"] != "http":
                 raise
             _log.error("%s failed", scope["path"], exc_info=error)
-            count(Request(scope), "error")
             await failed("internal error").response()(scope, receive, send)

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 
 from router.gateway.errors import ApiError
-from router.gateway.http import body_as, count, respond
+from router.gateway.http import body_as, respond
 from router.gateway.messages import FIELDS, MessagesAnswer, error_body, to_chat
 from router.gateway.openapi import ERRORS, body_of
 from router.gateway.plans import plans
@@ -34,7 +34,6 @@ class MessagesRoute(APIRoute):
             try:
                 return await handle(request)
             except ApiError as error:
-                count(request, "client_error" if error.status < 500 else "error")
                 kept = {name: text for name, text in error.response().headers.items() if name in KEPT_HEADERS}
                 return JSONResponse(error_body(error), error.status, headers=kept)
 

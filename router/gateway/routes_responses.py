@@ -15,7 +15,7 @@ from router.config import GatewayConfig
 from router.gateway import accounts
 from router.gateway.background import Background
 from router.gateway.errors import ApiError, invalid
-from router.gateway.http import body_as, count, respond
+from router.gateway.http import body_as, respond
 from router.gateway.openapi import body_of
 from router.gateway.plans import plans
 from router.gateway.response_items import FIELDS, GOES_ON, listed, own_items, stored_items, to_chat
@@ -54,7 +54,6 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
         if not wanted.background:
             return await respond(request, pieces, answer, bool(wanted.stream), plans(request, jobs))
         background.start(_owned(answer.id), answer, pieces)
-        count(request, "ok")
         return JSONResponse(answer.response())
 
     @router.get("/responses/{name}")

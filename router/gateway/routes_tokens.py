@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from router.gateway.conversation import conversation
 from router.gateway.embeddings import embed
 from router.gateway.errors import invalid
-from router.gateway.http import body_as, count, unless_gone
+from router.gateway.http import body_as, unless_gone
 from router.gateway.openapi import body_of
 from router.gateway.schemas.chat import ChatRequest
 from router.gateway.schemas.embeddings import EmbeddingRequest
@@ -29,7 +29,6 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
         check_ready()
         wanted = await body_as(EmbeddingRequest, request)
         body = await unless_gone(request, embed(service, wanted))
-        count(request, "ok")
         return JSONResponse(body)
 
     @router.post("/tokenize", openapi_extra=body_of(TokenizeRequest))
@@ -37,7 +36,6 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
         wanted = await body_as(TokenizeRequest, request)
         service.check_model(wanted.model)
         body = await asyncio.to_thread(_tokenized, service, wanted)
-        count(request, "ok")
         return JSONResponse(body)
 
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
@@ -45,7 +43,6 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
         wanted = await body_as(DetokenizeRequest, request)
         service.check_model(wanted.model)
         text = await asyncio.to_thread(_detokenized, service, wanted)
-        count(request, "ok")
         return JSONResponse({"prompt": text})
 
     return router

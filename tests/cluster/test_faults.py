@@ -12,6 +12,7 @@ import random
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -386,9 +387,24 @@ def test_200_streams_closed_within_50_ms(scene: Scene) -> None:
         async with httpx.AsyncClient(base_url=scene.cluster.url, timeout=60, limits=limits) as client:
             await asyncio.gather(*(leave(client, number) for number in range(200)))
 
+    before = counted(scene.cluster)
     asyncio.run(run())
     assert_balance(scene.cluster, within_s=5)
+    after = counted(scene.cluster)
+    assert after["headwater_requests_started_total"] - before["headwater_requests_started_total"] == 200
+    assert after["headwater_requests_total"] - before["headwater_requests_total"] == 200
+    assert after["headwater_requests_in_flight"] == 0
     assert_alive(scene.cluster, MODEL)
+
+
+def counted(cluster: Cluster) -> Counter[str]:
+    """Metrics of the gateway, summed up over their labels."""
+    found: Counter[str] = Counter()
+    for line in httpx.get(f"{cluster.url}/metrics").text.splitlines():
+        if line and not line.startswith("#"):
+            series, value = line.rsplit(" ", 1)
+            found[series.partition("{")[0]] += float(value)  # type: ignore[assignment]
+    return found
 
 
 def test_four_workers_on_one_machine_are_told_apart(scene: Scene) -> None:
