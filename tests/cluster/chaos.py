@@ -220,6 +220,10 @@ class Faults:
                 self.log.append((time.monotonic(), kind.__name__, whom))
                 return f"{kind.__name__} {whom}"
 
+    def restore(self) -> None:
+        """As many workers of each role as there were."""
+        self.control.call("scale", {"prefill": 3, "decode": 3})
+
     def actor(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self._space)
 

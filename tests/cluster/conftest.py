@@ -9,6 +9,7 @@ import torch
 
 from cluster.config import ClusterConfig, load, on_this_machine
 from cluster.connection import connect, disconnect
+from cluster.control import Control, begin
 from cluster.launch import Cluster
 from cluster.models import DEFAULT_MODEL, resolve
 from tests import model_zoo
@@ -16,6 +17,17 @@ from tests import model_zoo
 Launch = Callable[..., Cluster]
 PAIR_CONTEXT = 2048
 TINY = {"worker__kv_memory": "16MiB", "worker__max_model_len": 1024, "worker__step_tokens": 64}
+
+CONTROLLED = "test-controlled"
+CONTROL = {
+    "prefill.replicas": 3,
+    "decode.replicas": 3,
+    "gateway.replicas": 2,
+    "gateway.drain_s": 10.0,
+    "worker.drain_s": 0.5,
+    "transfer.call_timeout_s": 2.0,
+    "transfer.lease_s": 2.0,
+}
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -97,6 +109,17 @@ def narrow(local_ray: None, tiny: Path) -> Iterator[Cluster]:
     made.start()
     yield made
     made.stop()
+
+
+@pytest.fixture(scope="session")
+def control(local_ray: None, tiny: Path) -> Iterator[Control]:
+    """Three prefill and three decode workers and two gateways over the tiny model, as `headwater deploy` starts them;
+    for tests that bring back what they change. Clients ask in turns, so what leaves must not take long."""
+    made = begin(detached=True, name=CONTROLLED)
+    flags = {name.replace("__", "."): value for name, value in TINY.items()} | CONTROL
+    made.call("deploy", settings(**{"model.name": str(tiny), **flags}), tiny, 0.0)
+    yield made
+    made.end(drain=False)
 
 
 def free_port() -> int:

@@ -15,21 +15,8 @@ from cluster.connection import LaunchError
 from cluster.control import Control, begin
 from tests import model_zoo
 from tests.cluster.chaos import MODEL, Case, Faults, Load, assert_at_rest, cases, process_of, statuses, stuck
-from tests.cluster.conftest import TINY, settings
+from tests.cluster.conftest import CONTROLLED, settings
 from transfer.messages import WorkerStatus
-
-SPACE = "test-controller"
-GROUP = {"prefill.replicas": 2, "decode.replicas": 2, "gateway.replicas": 2}
-QUICK = {"worker.drain_s": 0.5, "gateway.drain_s": 10.0, "transfer.call_timeout_s": 2.0, "transfer.lease_s": 2.0}
-
-
-@pytest.fixture(scope="module")
-def control(local_ray: None, tiny: Path) -> Iterator[Control]:
-    made = begin(detached=True, name=SPACE)
-    flags = {name.replace("__", "."): value for name, value in TINY.items()} | GROUP | QUICK
-    made.call("deploy", settings(**{"model.name": str(tiny), **flags}), tiny, 0.0)
-    yield made
-    made.end(drain=False)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +26,7 @@ def known(tiny: Path) -> list[Case]:
 
 @pytest.fixture
 def faults(control: Control) -> Iterator[Faults]:
-    made = Faults(control, SPACE, 1)
+    made = Faults(control, CONTROLLED, 1)
     yield made
     assert_at_rest(made)
 
@@ -62,20 +49,21 @@ def names(faults: Faults, role: str) -> list[str]:
 def test_workers_come_change_and_go_under_load_without_a_failed_request(
     load: Load, faults: Faults, control: Control
 ) -> None:
-    control.call("scale", {"prefill": 3})
-    assert names(faults, "prefill") == ["prefill-0", "prefill-1", "prefill-2"]
-    load.more(24)
     control.call("set_role", "prefill-2", "decode")
-    assert names(faults, "decode") == ["decode-0", "decode-1", "prefill-2"]
+    assert names(faults, "decode") == ["decode-0", "decode-1", "decode-2", "prefill-2"]
     load.more(24)
     control.call("drain", ["decode-0"])
     load.more(24)
     control.call("set_role", "prefill-2", "prefill")
-    control.call("scale", {"prefill": 2, "decode": 2})
+    load.more(24)
+    control.call("scale", {"prefill": 2, "decode": 3})
     assert [names(faults, role) for role in ("prefill", "decode")] == [
         ["prefill-0", "prefill-1"],
-        ["decode-0", "decode-1"],
+        ["decode-0", "decode-1", "decode-2"],
     ]
+    load.more(24)
+    control.call("scale", {"prefill": 3})
+    assert names(faults, "prefill") == ["prefill-0", "prefill-1", "prefill-2"]
 
 
 def test_a_controller_that_is_killed_goes_on_where_it_was(load: Load, faults: Faults, control: Control) -> None:
@@ -110,6 +98,8 @@ def test_an_engine_that_stands_still_is_replaced_and_its_requests_go_on(load: Lo
         time.sleep(0.05)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_rolling_restart_fails_no_request(load: Load, faults: Faults, control: Control) -> None:
     before = {one.name: one.incarnation for one in statuses(faults)}
     control.call("restart")
@@ -124,8 +114,12 @@ def test_a_rolling_restart_fails_no_request(load: Load, faults: Faults, control:
         ("scale", [{"prefill": 0}], "prefill: 0, but prefill and decode workers only work together"),
         ("scale", [{"prefill": 0, "decode": 0}], "prefill, decode and both: 0, but then nobody would answer"),
         ("scale", [{"gateway": 0}], "gateways: 0, but then nobody would listen"),
-        ("drain", [["decode-9"]], "'decode-9' is no worker of this cluster; there are prefill-0, prefill-1, decode"),
-        ("drain", [["decode-0", "decode-1"]], "without decode-0, decode-1 there would be no decode worker"),
+        ("drain", [["decode-9"]], "'decode-9' is no worker of this cluster; there are prefill-0, prefill-1, "),
+        (
+            "drain",
+            [["decode-0", "decode-1", "decode-2"]],
+            "without decode-0, decode-1, decode-2 there would be no decode worker",
+        ),
         ("set_role", ["nobody", "decode"], "'nobody' is no worker"),
     ],
 )
@@ -149,7 +143,7 @@ def test_what_the_ray_cluster_lacks_is_said(control: Control, tiny: Path) -> Non
 @pytest.mark.timeout(600)
 def test_a_stream_whose_decode_worker_is_killed_has_a_gap_and_the_same_text(control: Control, tiny: Path) -> None:
     """After 5, 50 and 200 tokens, three times each."""
-    faults, gaps = Faults(control, SPACE, 2), []
+    faults, gaps = Faults(control, CONTROLLED, 2), []
     prompt, answer = model_zoo.clear_prompt(tiny, 40, 400, seed=3)
     for tokens in (5, 50, 200) * 3:
         assert_at_rest(faults)

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.control import Control
 from tests.cluster.chaos import MODEL, Faults, Load, assert_at_rest, cases, process_of
-from tests.cluster.test_controller import SPACE, control  # noqa: F401
+from tests.cluster.conftest import CONTROLLED
 
 SECONDS = float(os.environ.get("HEADWATER_SOAK_S", "1800"))
 CLIENTS = 12
@@ -59,11 +59,8 @@ def leave_early(url: str, draw: random.Random) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_what_processes_hold_does_not_grow(
-    control: Control,  # noqa: F811
-    tiny: Path,
-) -> None:
-    faults, draw = Faults(control, SPACE, 7), random.Random(7)
+def test_what_processes_hold_does_not_grow(control: Control, tiny: Path) -> None:
+    faults, draw = Faults(control, CONTROLLED, 7), random.Random(7)
     report = faults.report()
     processes = {one.name: process_of(faults.actor(one.name)) for one in report.actors}
     processes["controller"] = process_of(control.actor)

@@ -3,18 +3,14 @@
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.control import Control, begin
+from cluster.control import Control
 from tests.cluster.chaos import Case, Faults, Load, Stream, assert_at_rest, cases
-from tests.cluster.conftest import TINY, settings
-from tests.cluster.test_controller import QUICK
+from tests.cluster.conftest import CONTROLLED
 
-SPACE = "test-chaos"
-GROUP = {"prefill.replicas": 3, "decode.replicas": 3, "gateway.replicas": 2}
 CLIENTS = 40
 PAUSE_S = (1.0, 4.0)
 """Between two faults."""
@@ -23,36 +19,27 @@ KILL_S = 1.0
 
 
 @pytest.fixture(scope="module")
-def chaotic(local_ray: None, tiny: Path) -> Iterator[Control]:
-    made = begin(detached=True, name=SPACE)
-    flags = {name.replace("__", "."): value for name, value in TINY.items()} | GROUP | QUICK
-    made.call("deploy", settings(**{"model.name": str(tiny), **flags}), tiny, 0.0)
-    yield made
-    made.end(drain=False)
-
-
-@pytest.fixture(scope="module")
 def known(tiny: Path) -> list[Case]:
     return cases(tiny, 12, 160)
 
 
 def test_under_all_faults_no_token_is_wrong_and_nothing_is_lost(
-    chaotic: Control, known: list[Case], capsys: pytest.CaptureFixture[str]
+    control: Control, known: list[Case], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(chaotic, known, 60.0, 1, capsys)
+    check(control, known, 45.0, 1, capsys)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [2, 3])
 def test_the_same_for_ten_minutes(
-    chaotic: Control, known: list[Case], seed: int, capsys: pytest.CaptureFixture[str]
+    control: Control, known: list[Case], seed: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(chaotic, known, 600.0, seed, capsys)
+    check(control, known, 600.0, seed, capsys)
 
 
 def check(control: Control, known: list[Case], seconds: float, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    faults, draw = Faults(control, SPACE, seed), random.Random(seed)
+    faults, draw = Faults(control, CONTROLLED, seed), random.Random(seed)
     urls = faults.report().urls
     with Load(lambda: urls, known, CLIENTS) as load:
         load.more(CLIENTS)
@@ -61,6 +48,7 @@ def check(control: Control, known: list[Case], seconds: float, seed: int, capsys
             faults.strike()
             time.sleep(draw.uniform(*PAUSE_S))
     assert_at_rest(faults)
+    faults.restore()
     with Load(lambda: urls, known, 1) as after:
         after.more(1)
     assert set(after.ends) == {"right"}
