@@ -141,14 +141,14 @@ class Dispatcher:
         for attempt in self._attempts.values():
             attempt.queue.put_nowait(unavailable("the gateway is shutting down"))
 
-    def admit(self, prompt: Prompt) -> None:
-        """Raises ApiError 429 for a new prompt whose answer would begin too late."""
-        refusal = self._admission.check(prompt.tenant, prompt.weight, prompt.priority)
+    def admit(self, tenant: str, weight: float, priority: int) -> None:
+        """Raises ApiError 429 for a new request whose answer would begin too late."""
+        refusal = self._admission.check(tenant, weight, priority)
         if refusal is not None:
-            metrics.refused.add(1, {"priority": "low" if prompt.priority < 0 else "normal"})
+            metrics.refused.add(1, {"priority": "low" if priority < 0 else "normal"})
             raise overloaded(
                 f"the answer would begin in about {refusal.expected_s:.1f} s, {refusal.allowed_s:.1f} s are allowed at "
-                f"priority {prompt.priority} (gateway.first_token_target_s: {self._config.first_token_target_s:g})",
+                f"priority {priority} (gateway.first_token_target_s: {self._config.first_token_target_s:g})",
                 refusal.again_s,
             )
 

@@ -21,6 +21,7 @@ from transfer.prefix import PrefixChain, root_key
 async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     """The response object. Raises ApiError for what cannot be embedded."""
     service.check_model(request.model)
+    service.admit(request.tenant)
     jobs = _jobs(service, request, await service.tokenized(request.input, "input"))
     vectors = [b""] * len(jobs)
     usage = Usage(jobs)

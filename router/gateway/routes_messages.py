@@ -60,7 +60,6 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
         wanted = await body_as(CountTokensRequest, request)
         chat = await asyncio.to_thread(to_chat, wanted)
         with named(FIELDS):
-            jobs = await service.chat(chat)
-        return {"input_tokens": jobs[0].prompt_tokens}
+            return {"input_tokens": await service.prompt_tokens(chat)}
 
     return router

@@ -54,12 +54,20 @@ class Service:
     async def chat(self, request: ChatRequest) -> list[Job]:
         """The jobs of a chat, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
+        self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._chat, request)
         return await self._tried(made, field)
+
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        """How many tokens the prompt of a chat has. Raises ApiError for what cannot be served."""
+        self.check_model(request.model)
+        made, _ = await asyncio.to_thread(self._chat, request)
+        return made[0].prompt_tokens
 
     async def completion(self, request: CompletionRequest) -> list[Job]:
         """The jobs of a completion request, one a choice. Raises ApiError for what cannot be served."""
         self.check_model(request.model)
+        self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._completion, request)
         return await self._tried(made, field)
 
@@ -68,15 +76,19 @@ class Service:
         if name != self.limits.model:
             raise ApiError(404, f"the model {name[:100]!r} does not exist", "model", "model_not_found")
 
+    def admit(self, user: str, priority: int = 0) -> None:
+        """Raises ApiError 429 for what would wait too long. It is asked before there are tokens: under overload most
+        are refused, and that must cost little."""
+        account = accounts.current.get()
+        self._dispatcher.admit(account.name or user, account.tenant.weight, priority)
+
     async def tokenized(self, prompt: TextOrTokens, field: str) -> list[list[int]]:
         """What a client sent as `field`, as token ids. Raises ApiError."""
         return [tokens for tokens, _ in await asyncio.to_thread(self._prompts, prompt, field)]
 
     async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
         """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
-        other choices begin once its first one has: then the prompt is cached. Raises ApiError, with 429
-        before any begins."""
-        self._dispatcher.admit(jobs[0].prompt)
+        other choices begin once its first one has: then the prompt is cached."""
         if len(jobs) == 1:
             async with aclosing(self._answer(jobs[0])) as answer:
                 async for piece in answer:

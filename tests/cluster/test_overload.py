@@ -29,7 +29,7 @@ draw = random.Random(7)
 
 def body() -> bytes:
     """Of a prompt that nobody has seen."""
-    return wanted([draw.randrange(VOCABULARY) for _ in range(PROMPT)], OUTPUT)
+    return wanted(draw.choices(range(VOCABULARY), k=PROMPT), OUTPUT)
 
 
 def in_time(replies: list[Reply]) -> list[Reply]:

@@ -28,7 +28,7 @@ draw = random.Random(3)
 
 def fresh(length: int) -> list[int]:
     """A prompt that nobody has seen."""
-    return [draw.randrange(VOCABULARY) for _ in range(length)]
+    return draw.choices(range(VOCABULARY), k=length)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def test_nobody_can_tell_what_another_tenant_has_cached(port: int) -> None:
         f"\n{len(sides)} probes: first token after {means['known']:.2f} ms where the other tenant has it and "
         f"{means['new']:.2f} ms if not, {difference / error:+.2f} standard errors; its own after {means['own']:.2f} ms"
     )
-    assert {one.cached_tokens for one in (*replies["known"], *replies["new"])} == {0}
+    # Its own prompts may begin with the same tokens by chance.
+    assert max(one.cached_tokens for one in (*replies["known"], *replies["new"])) < 4
     assert min(one.cached_tokens for one in replies["own"]) > PROMPT - 32
     assert abs(difference) <= 3 * error
     assert means["new"] - means["own"] > 10 * error

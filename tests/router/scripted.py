@@ -92,6 +92,10 @@ class Scripted:
         self.asked.append(request)
         return JOBS
 
+    async def prompt_tokens(self, request: ChatRequest) -> int:
+        jobs = await self.chat(request)
+        return int(jobs[0].prompt_tokens)
+
     async def pieces(self, jobs: list[Any]) -> AsyncIterator[Piece]:
         steps = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         try:

@@ -331,7 +331,13 @@ async def test_what_is_refused_reaches_no_worker(text: Text) -> None:
             answer = await client.post("/v1/completions", json={**wanted, "stream": stream})
             assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
             assert "gateway.first_token_target_s" in answer.json()["error"]["message"]
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+        inputs = {"/v1/chat/completions": chat, "/v1/messages": chat, "/v1/embeddings": {"model": MODEL, "input": "Hi"}}
+        for path, body in inputs.items():
+            assert (await client.post(path, json=body)).status_code == 429
         assert len(directory.requests) == 2
+        count = await client.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": chat["messages"]})
+        assert count.status_code == 200
 
 
 async def test_the_first_token_alone_ends_no_wait() -> None:
