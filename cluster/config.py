@@ -127,7 +127,7 @@ def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
         try:
             content = yaml.safe_load(file.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"--config {file}: {_where(error)}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"--config {file}: expected a mapping of sections")
         tree = content
@@ -136,7 +136,7 @@ def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
             try:
                 value = yaml.safe_load(text)
             except yaml.YAMLError:
-                raise ConfigError(f"{name}: {text!r} is not valid YAML") from None
+                raise ConfigError(f"{name}: its value is not valid YAML") from None
             _set(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value)
     for key, value in flags.items():
         if value is not None:
@@ -163,9 +163,17 @@ def _explain(error: ValidationError) -> str:
         nearest = difflib.get_close_matches(path, _keys(ClusterConfig), n=1, cutoff=0.0)
         return f"{path}: unknown setting; did you mean {nearest[0]}?"
     message = problem["msg"].removeprefix("Value error, ")
-    if path in SECRETS or not path:
+    value = problem["input"]
+    if isinstance(value, dict | list) or path.startswith(SECRETS):  # a section may have secrets in it
         return f"{path}: {message}".removeprefix(": ")
-    return f"{path}: {message}, got {problem['input']!r}"
+    return f"{path}: {message}, got {value!r}"
+
+
+def _where(error: Exception) -> str:
+    """What is wrong with a file, without what is in it."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cluster.connection import DEFAULT_NAME, LaunchError
 
@@ -18,16 +19,17 @@ ANSWER_S = 10.0
 
 
 class Control:
-    """The controller behind `actor`."""
+    """The controller behind `actor`, of the cluster `name`."""
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, name: str) -> None:
         self.actor = actor
+        self._name = name
 
     @classmethod
     def of(cls, name: str = DEFAULT_NAME) -> Control:
         """The one of a cluster that runs. Raises LaunchError where there is none."""
         try:
-            return cls(ray.get_actor(CONTROLLER, namespace=name))
+            return cls(ray.get_actor(CONTROLLER, namespace=name), name)
         except ValueError:
             raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster") from None
 
@@ -52,11 +54,19 @@ class Control:
             return int(self.call("down", drain, None if until is None else until - time.monotonic()))
         finally:
             ray.kill(self.actor)
+            sweep(self._name)  # what was being started just then
+
+    def abandon(self) -> None:
+        """End the controller if it has no cluster, and makes none."""
+        if self.call("idle"):
+            ray.kill(self.actor)
 
     def alive(self) -> bool:
         """Whether it still runs; one that does not answer within `ANSWER_S` counts as running."""
         try:
             ray.get(self.actor.doing.remote(), timeout=ANSWER_S)
+        except ActorUnavailableError:
+            pass
         except RayActorError:
             return False
         except RayError:
@@ -73,7 +83,7 @@ def begin(detached: bool, name: str = DEFAULT_NAME) -> Control:
     if detached:
         options |= {"lifetime": "detached", "max_restarts": -1, "get_if_exists": True}
     try:
-        return Control(ray.remote(Controller).options(**options).remote(name, detached))
+        return Control(ray.remote(Controller).options(**options).remote(name, detached), name)
     except ValueError:
         raise LaunchError(f"a cluster named {name!r} runs here already") from None
 
@@ -87,3 +97,11 @@ def until_told(control: Control, told: Callable[[float], bool]) -> bool:
             if not control.alive():
                 return False
     return True
+
+
+def sweep(name: str) -> None:
+    """End every actor of a cluster's namespace but the controller, whoever has made it."""
+    for one in ray.util.list_named_actors(all_namespaces=True):
+        if one["namespace"] == name and one["name"] != CONTROLLER:
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(one["name"], namespace=name))

@@ -13,30 +13,34 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from ray.autoscaler.sdk import request_resources
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.experimental import internal_kv
 
 from cluster import placement
 from cluster.config import ClusterConfig
 from cluster.connection import LaunchError
+from cluster.control import sweep
 from cluster.keeper import Keeper
-from cluster.launch import START_TIMEOUT_S, Cluster, State
-from cluster.planner import Move, Remove
+from cluster.launch import START_TIMEOUT_S, Cluster
+from cluster.planner import Move, PlannerConfig, Remove
 from cluster.planning import Change, Planning
 from router.view import BOTH, DECODE, PREFILL
 
 _log = logging.getLogger(__name__)
-NAME = "controller"
 CALLS = 64
 """Calls that it answers at a time, each in a thread."""
 CHANGE_S = 300.0
 """How long a change waits for the one before it."""
 ROLES = (PREFILL, DECODE, BOTH)
-FIXED = ("model", "gossip", "tiers", "transfer")
-"""Sections of the configuration that workers of one cluster must agree about."""
+KINDS = (*ROLES, "gateway")
+FIXED = ("model", "gossip", "tiers", "transfer", "worker.dtype", "worker.device", "worker.block_size")
+"""What workers of one cluster must agree about."""
+STARTING, RUNNING, ENDING = "starting", "running", "ending"
 _SPACE = b"headwater"
 
 
@@ -75,8 +79,13 @@ class Controller:
         self._cluster: Cluster | None = None
         self._keeper: Keeper | None = None
         self._planning: Planning | None = None
-        if detached and (saved := internal_kv._internal_kv_get(self._key, namespace=_SPACE)):
-            self._go_on(pickle.loads(saved))
+        self._asks = False
+        """Whether the autoscaler was asked for anything."""
+        if detached:
+            try:
+                self._go_on()
+            except Exception:  # raised, it would be the controller's end for good, and nobody could end the cluster
+                _log.exception("cannot go on with the cluster %s; end it: headwater down", name)
 
     # --- what operators call ------------------------------------------------------------------------------------
 
@@ -89,7 +98,12 @@ class Controller:
                 return
             cluster = Cluster(config, model, self._name, self._detached)
             self._await_resources(config, cluster.counts, patience_s)
-            cluster.start(self._do)
+            self._save(STARTING, cluster)
+            try:
+                cluster.start(self._do)
+            except BaseException:
+                self._forget()
+                raise
             self._cluster = cluster
             self._keep(cluster)
 
@@ -102,27 +116,23 @@ class Controller:
     def set_role(self, name: str, role: str) -> None:
         """Let a worker have another role, without a restart. Raises LaunchError."""
         with self._change("role") as cluster:
-            self._must_be_worker(cluster, name)
-            self._must_stay(cluster, {name}, {role})
-            cluster.role_is(name, role)
-            self._save()
+            self._set_role(cluster, name, role)
 
     def drain(self, names: list[str]) -> None:
         """Let workers go for good, without a request that fails. Raises LaunchError."""
         with self._change("drain") as cluster:
-            for name in names:
-                self._must_be_worker(cluster, name)
-            self._must_stay(cluster, set(names), set())
-            for name in names:
-                self._do(f"{name} leaves")
-                self._let_go(cluster, name)
+            self._drain(cluster, list(dict.fromkeys(names)))
 
     def drain_node(self, node: str) -> list[str]:
         """Let all actors leave a node, which is given by its id, address or host name; they begin again elsewhere, or
         when there is room. Returns their names. Raises LaunchError."""
         with self._change("drain") as cluster:
-            names = placement.on_node(cluster.places, node)
+            names = placement.on_node(dict(cluster.places), node)
+            if not names:
+                places = sorted({place.address for place in dict(cluster.places).values()})
+                raise LaunchError(f"no actor is on a node {node!r}; there are actors on {', '.join(places)}")
             cluster.avoided |= {cluster.places[name].node for name in names}
+            self._save()
             for name in names:
                 self._do(f"{name} leaves {node}")
                 self._empty(cluster, name)
@@ -131,7 +141,7 @@ class Controller:
     def restart(self) -> None:
         """Restart every actor, one after the other, without a request that fails. Raises LaunchError."""
         with self._change("restart") as cluster:
-            self._restart(cluster)
+            self._restart(cluster, cluster.names())
 
     def down(self, drain: bool = True, seconds: float | None = None) -> int:
         """End the cluster, within about so many seconds; returns how many requests were cut off. Raises RayError when
@@ -144,17 +154,18 @@ class Controller:
             self._keeper.stop()
         cut = 0
         if (cluster := self._cluster) is not None:
+            self._save(ENDING)
             self._cluster = None
-            internal_kv._internal_kv_del(self._key, namespace=_SPACE)
             try:
                 cut = cluster.drain() if drain else 0
             finally:
                 cluster.stop(until)
+        self._forget()
         return cut
 
-    def runs(self) -> bool:
-        """Whether there is a cluster."""
-        return self._cluster is not None
+    def idle(self) -> bool:
+        """Whether there is no cluster, and none is being made."""
+        return self._cluster is None and not self._changing.locked()
 
     def doing(self) -> str:
         """What is under way, for people."""
@@ -182,7 +193,6 @@ class Controller:
         if not self._changing.acquire(timeout=CHANGE_S):
             raise LaunchError(f"{what}: {self._doing or 'another change'} is still under way after {CHANGE_S:.0f} s")
         try:
-            self._do(what)
             yield self._cluster if what == "deploy" else self._running()[0]
         except (RayTaskError, GetTimeoutError, RayError) as error:
             raise LaunchError(f"{what}: {' '.join(str(error).split())[:300]}") from None
@@ -192,22 +202,40 @@ class Controller:
 
     def _update(self, cluster: Cluster, config: ClusterConfig, patience_s: float) -> None:
         """Another configuration for a cluster that runs."""
-        config = config.model_copy(update={"gossip": cluster.gossip})
-        for section in FIXED:
-            if getattr(config, section) != getattr(cluster.config, section):
-                raise LaunchError(f"{section}: cannot change while the cluster runs; end it first: headwater down")
-        counts = {role: getattr(config, role).replicas for role in ROLES} | {"gateway": config.gateway.replicas}
-        same = _without_counts(config) == _without_counts(cluster.config)
+        if config.gossip.key is None:
+            gossip = config.gossip.model_copy(update={"key": cluster.gossip.key})
+            config = config.model_copy(update={"gossip": gossip})
+        for key in FIXED:
+            of = attrgetter(key)
+            if of(config) != of(cluster.config):
+                raise LaunchError(f"{key}: cannot change while the cluster runs; end it first: headwater down")
+        counts = {"gateway": config.gateway.replicas, BOTH: config.both.replicas}
+        if config.planner.mode == "off":  # else these numbers are the planner's
+            counts |= {PREFILL: config.prefill.replicas, DECODE: config.decode.replicas}
         cluster.config = config
         self._save()
         self._scale(cluster, counts, patience_s)
         self._plan(cluster)
-        if not same:
-            self._restart(cluster)
+        wanted = _without_counts(config)
+        self._restart(cluster, [name for name, made in list(cluster.made.items()) if _without_counts(made) != wanted])
+
+    def _set_role(self, cluster: Cluster, name: str, role: str) -> None:
+        self._must_be_worker(cluster, name)
+        self._must_stay(cluster, {name}, {role})
+        cluster.role_is(name, role)
+        self._save()
+
+    def _drain(self, cluster: Cluster, names: list[str]) -> None:
+        for name in names:
+            self._must_be_worker(cluster, name)
+        self._must_stay(cluster, set(names), set())
+        for name in names:
+            self._do(f"{name} leaves")
+            self._let_go(cluster, name)
 
     def _scale(self, cluster: Cluster, counts: Mapping[str, int], patience_s: float) -> None:
         now = cluster.counts
-        wanted = {kind: counts.get(kind, now.get(kind, 0)) for kind in (*ROLES, "gateway")}
+        wanted = {kind: counts.get(kind, now.get(kind, 0)) for kind in KINDS}
         _check_counts(wanted)
         self._await_resources(cluster.config, wanted, patience_s)
         for kind, count in wanted.items():
@@ -216,7 +244,7 @@ class Controller:
             self._start(cluster, added)
         for kind, count in wanted.items():
             for _ in range(now.get(kind, 0) - count):
-                name = _last(cluster, kind)
+                name = self._last(cluster, kind)
                 self._do(f"{name} leaves")
                 self._let_go(cluster, name)
 
@@ -230,19 +258,21 @@ class Controller:
             try:
                 keeper.wait(name, START_TIMEOUT_S)
             except LaunchError:
-                for one in reversed(names):
+                for one in reversed([one for one in names if not keeper.up(one)]):
                     keeper.forget(one)
                     cluster.remove(one)
                 self._save()
                 raise
         self._save()
 
-    def _restart(self, cluster: Cluster) -> None:
-        for name in cluster.names():
+    def _restart(self, cluster: Cluster, names: list[str]) -> None:
+        for name in names:
             self._do(f"restarting {name}")
             spec = cluster.workers.get(name)
-            if spec is not None and cluster.counts[spec.role] == 1:  # nobody could take its place
-                self._start(cluster, [cluster.add(spec.role)])
+            if spec is not None and not self._live(cluster, spec.role) - {name}:  # nobody could take its place
+                added = cluster.add(spec.role)
+                self._save()
+                self._start(cluster, [added])
                 self._let_go(cluster, name)
             else:
                 self._empty(cluster, name)
@@ -263,12 +293,12 @@ class Controller:
     def _let_go(self, cluster: Cluster, name: str) -> None:
         """Let an actor end what it has, and then itself."""
         _, keeper = self._running()
+        keeper.forget(name)
+        cluster.going.add(name)
+        self._save()
         if name in cluster.workers:
-            cluster.going.add(name)
-            self._save()
             cluster.leaves(name)
         self._emptied(cluster, name)
-        keeper.forget(name)
         cluster.remove(name)
         self._save()
 
@@ -295,14 +325,36 @@ class Controller:
             raise LaunchError(begins if self._doing else f"no Headwater cluster named {self._name!r} runs here")
         return self._cluster, self._keeper
 
-    def _save(self) -> None:
-        if self._detached and self._cluster is not None:
-            internal_kv._internal_kv_put(self._key, pickle.dumps(self._cluster.state), True, namespace=_SPACE)
+    def _save(self, phase: str = RUNNING, cluster: Cluster | None = None) -> None:
+        """What the next life has to know; and what Ray's autoscaler has to."""
+        cluster = cluster or self._cluster
+        if cluster is None:
+            return
+        self._ask_for(cluster.config, cluster.counts)
+        if self._detached:
+            saved = pickle.dumps((phase, cluster.state))
+            internal_kv._internal_kv_put(self._key, saved, True, namespace=_SPACE)
+
+    def _ask_for(self, config: ClusterConfig, counts: Mapping[str, int]) -> None:
+        """Tell Ray's autoscaler, which keeps the nodes that it was asked for last."""
+        bundles = placement.bundles(config, counts)
+        if bundles or self._asks:
+            self._asks = bool(bundles)
+            request_resources(bundles=bundles)
+
+    def _forget(self) -> None:
+        if self._asks:
+            request_resources(bundles=[])
+        if self._detached:
+            sweep(self._name)
+            internal_kv._internal_kv_del(self._key, namespace=_SPACE)
 
     def _keep(self, cluster: Cluster, lost: list[str] | None = None) -> None:
         self._save()
         self._keeper = Keeper(cluster, lambda line: _log.warning("%s", line))
         self._keeper.start(lost or [])
+        for name in cluster.going:
+            self._keeper.forget(name)
         self._plan(cluster)
 
     def _plan(self, cluster: Cluster) -> None:
@@ -314,15 +366,27 @@ class Controller:
 
     def _planned(self, change: Change) -> None:
         """What the planner wants, as an operator would do it. Raises LaunchError."""
-        if isinstance(change, Move):
-            self.set_role(change.worker, change.role)
-        elif isinstance(change, Remove):
-            self.drain([change.worker])
-        else:
-            self.scale({change.role: self._running()[0].counts.get(change.role, 0) + 1})
+        planning = self._planning
+        with self._change("planner") as cluster:
+            if planning is not self._planning:  # another configuration came meanwhile
+                return
+            if isinstance(change, Move):
+                self._set_role(cluster, change.worker, change.role)
+            elif isinstance(change, Remove):
+                self._drain(cluster, [change.worker])
+            else:
+                self._scale(cluster, {change.role: cluster.counts.get(change.role, 0) + 1}, 0.0)
 
-    def _go_on(self, state: State) -> None:
-        """Take the cluster over from the life before."""
+    def _go_on(self) -> None:
+        """Take the cluster over from the life before, if there was one. One that was only beginning, or ending already,
+        is ended."""
+        if (saved := internal_kv._internal_kv_get(self._key, namespace=_SPACE)) is None:
+            return
+        phase, state = pickle.loads(saved)
+        self._asks = bool(placement.bundles(state.config, dict.fromkeys(KINDS, 1)))
+        if phase != RUNNING:
+            self._forget()
+            return
         self._cluster = cluster = Cluster.adopted(state, self._name)
         self._keep(cluster, cluster.lost)
         cluster.tell()
@@ -331,27 +395,50 @@ class Controller:
 
     def _finish(self) -> None:
         """What the life before had begun to let go."""
-        with self._change("drain") as cluster:
-            for name in sorted(cluster.going & cluster.workers.keys()):
-                self._let_go(cluster, name)
+        while (cluster := self._cluster) is not None and cluster.going:
+            try:
+                with self._change("drain"):
+                    for name in sorted(cluster.going, reverse=True):
+                        self._let_go(cluster, name)
+            except LaunchError as error:
+                _log.warning("%s", error)
+                time.sleep(1.0)
 
     def _await_resources(self, config: ClusterConfig, counts: Mapping[str, int], patience_s: float) -> None:
         """Raises LaunchError for what is missing at the end."""
-        placement.ask_for(config, counts)
+        self._ask_for(config, counts)
         until = time.monotonic() + patience_s
         while time.monotonic() < until and (lines := placement.lacking(config, counts)):
             self._do(f"waiting for resources: {'; '.join(lines)}")
             time.sleep(1.0)
-        placement.check(config, counts)
+        try:
+            placement.check(config, counts)
+        except LaunchError:
+            self._save()  # nobody wants more than there is
+            raise
 
     @staticmethod
     def _must_be_worker(cluster: Cluster, name: str) -> None:
         if name not in cluster.workers:
             raise LaunchError(f"{name!r} is no worker of this cluster; there are {', '.join(cluster.workers)}")
 
-    @staticmethod
-    def _must_stay(cluster: Cluster, gone: set[str], instead: set[str]) -> None:
-        roles = {spec.role for name, spec in cluster.workers.items() if name not in gone} | instead
+    def _live(self, cluster: Cluster, role: str) -> set[str]:
+        """Workers of a role that serve, and stay."""
+        keeper = self._running()[1]
+        specs = list(cluster.workers.values())
+        return {spec.name for spec in specs if spec.role == role and not spec.leaving and keeper.up(spec.name)}
+
+    def _last(self, cluster: Cluster, kind: str) -> str:
+        """The actor of a kind that goes first: one that does not serve, or the one that came last."""
+        if kind == "gateway":
+            return cluster.names()[-1]
+        names = [name for name, spec in cluster.workers.items() if spec.role == kind]
+        down = [name for name in names if name not in self._live(cluster, kind)]
+        return (down or names)[-1]
+
+    def _must_stay(self, cluster: Cluster, gone: set[str], instead: set[str]) -> None:
+        live = {role: self._live(cluster, role) - gone for role in ROLES}
+        roles = {role for role, names in live.items() if names} | instead
         without, lacking = f"without {', '.join(sorted(gone))}", {PREFILL, DECODE} - roles
         if len(lacking) == 1:
             raise LaunchError(f"{without} there would be no {lacking.pop()} worker")
@@ -373,14 +460,7 @@ def _check_counts(wanted: Mapping[str, int]) -> None:
         raise LaunchError("gateways: 0, but then nobody would listen")
 
 
-def _last(cluster: Cluster, kind: str) -> str:
-    """The actor of a kind that goes first: the one that came last."""
-    if kind == "gateway":
-        return cluster.names()[-1]
-    return [name for name, spec in cluster.workers.items() if spec.role == kind][-1]
-
-
 def _without_counts(config: ClusterConfig) -> ClusterConfig:
-    """The same for any number of actors."""
-    sections = {name: getattr(config, name).model_copy(update={"replicas": 1}) for name in (*ROLES, "gateway")}
-    return config.model_copy(update=sections)
+    """What an actor is made with: the same for any number of them."""
+    sections = {name: getattr(config, name).model_copy(update={"replicas": 1}) for name in KINDS}
+    return config.model_copy(update=sections | {"planner": PlannerConfig()})

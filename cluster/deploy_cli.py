@@ -84,9 +84,8 @@ def deploy(
         control = begin(detached=True)
         try:
             control.call("deploy", settings, path, wait, progress=status.update)
-        except BaseException:
-            if not control.call("runs"):
-                control.end(drain=False)  # it was to start one, and did not
+        except UserError:
+            control.abandon()
             raise
         report = control.call("report")
     typer.echo(f"Headwater serves {report.model} on {' and '.join(report.urls)}")

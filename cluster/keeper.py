@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from cluster.connection import LaunchError
 from cluster.lives import Life, State
+from transfer.messages import Pulse
 
 _log = logging.getLogger(__name__)
 LOOK_S = 0.5
@@ -32,6 +33,9 @@ class Kept(Protocol):
 
     def pulse(self, name: str) -> Any:
         """A call of an actor that comes to a `Pulse`."""
+
+    def heard(self, name: str, pulse: Pulse) -> None:
+        """An actor has answered."""
 
     def end(self, name: str) -> None:
         """End an actor's process."""
@@ -82,6 +86,11 @@ class Keeper:
                 raise LaunchError(f"{name}: not ready after {seconds:.0f} s")
             time.sleep(WAIT_POLL_S)
 
+    def up(self, name: str) -> bool:
+        """Whether an actor serves, as far as is known."""
+        life = self._lives.get(name)
+        return life is not None and life.state is State.UP
+
     def lives(self) -> dict[str, tuple[State, int, str]]:
         """What is known of each actor: its state, its lives so far, and why it is not up."""
         return {name: (life.state, life.lives, life.why) for name, life in list(self._lives.items())}
@@ -120,7 +129,15 @@ class Keeper:
         try:
             if ray.wait([call], timeout=0)[0]:
                 self._asked.pop(name, None)
-                life.heard(ray.get(call), self._clock())
+                pulse: Pulse = ray.get(call)
+                life.heard(pulse, self._clock())
+                self._cluster.heard(name, pulse)
+                if not pulse.serves:
+                    self._cluster.end(name)
+                    self._ended(name, life, "it does not serve any more")
+        except ActorUnavailableError as error:  # the network failed; it may still be at work
+            self._asked.pop(name, None)
+            _log.warning("%s: %s", name, error)
         except RayActorError as error:
             self._asked.pop(name, None)
             self._ended(name, life, type(error).__name__)
@@ -141,6 +158,9 @@ class Keeper:
         try:
             self._cluster.end(name)  # Ray keeps the name of an actor that has died by itself
             self._create(name)
+            if self._lives.get(name) is not life:  # nobody wants it any more
+                self._cluster.end(name)
+                return
             self._cluster.begin(name)
         except Exception as error:
             cause = error.cause if isinstance(error, RayTaskError) else error

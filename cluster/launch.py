@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from transfer.directory import RayDirectory
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address
 from transfer.layout import KVLayout
-from transfer.messages import Peer, Place, WorkerSpec, WorkerStatus
+from transfer.messages import Peer, Place, Pulse, WorkerSpec, WorkerStatus
 from workers.actor import LEAVE_S, LEND_S, Worker
 from workers.config import WorkerConfig
 
@@ -44,14 +45,17 @@ DRAIN_END_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What there is to know of a cluster that runs already. `going` are workers that leave for good."""
+    """What there is to know of a cluster that runs already: what it is to be, where its gateways listen, which actors
+    leave for good (`going`), with which configuration each was `made`, and which Ray nodes are `avoided`."""
 
     config: ClusterConfig
     model: Path
     workers: tuple[WorkerSpec, ...]
     gateways: tuple[str, ...]
-    ports: tuple[int, ...]
-    going: frozenset[str] = frozenset()
+    ports: dict[str, int]
+    going: frozenset[str]
+    made: dict[str, ClusterConfig]
+    avoided: frozenset[str]
 
 
 class Cluster:
@@ -65,8 +69,9 @@ class Cluster:
         self.config = config
         self.workers = {name: WorkerSpec(name, role) for name, role in config.workers}
         self.going: set[str] = set()
-        self.ports: list[int] = []
         self.places: dict[str, Place] = {}
+        self.made: dict[str, ClusterConfig] = {}
+        """With which configuration each actor has begun."""
         self.avoided: set[str] = set()
         """Ids of Ray nodes where no actor is to begin."""
         self._model = model
@@ -74,6 +79,9 @@ class Cluster:
         self._detached = detached
         self._actors: dict[str, Any] = {}
         self._gateways = config.gateways
+        self._ports: dict[str, int] = {}
+        self._version = 0
+        self._telling = threading.Lock()
         self._gpus = 0.0
         self._seeds: list[Address] = []
 
@@ -81,15 +89,20 @@ class Cluster:
     def adopted(cls, state: State, name: str) -> Cluster:
         """A cluster that runs already. Actors that have ended meanwhile are in `lost`."""
         made = cls(state.config, state.model, name, detached=True)
-        made.workers = {spec.name: replace(spec, leaving=False) for spec in state.workers}
-        made.ports, made.going = list(state.ports), set(state.going)
-        made._gateways = list(state.gateways)
+        made.workers = {spec.name: replace(spec, leaving=spec.name in state.going) for spec in state.workers}
+        made.going, made.made, made.avoided = set(state.going), dict(state.made), set(state.avoided)
+        made._gateways, made._ports = list(state.gateways), dict(state.ports)
         made._share_gpus()
         for one in made.names():
-            with suppress(ValueError, RayError):
+            with suppress(ValueError):
                 made._actors[one] = ray.get_actor(one, namespace=name)
-                ray.get(made._actors[one].gossip_address.remote(), timeout=ASK_S)  # it has begun to serve
-                made.places[one] = ray.get(made._actors[one].place.remote(), timeout=ASK_S)
+        # One that has not begun to serve has no gossip address.
+        asked = {one: (actor.gossip_address.remote(), actor.place.remote()) for one, actor in made._actors.items()}
+        ray.wait([call for calls in asked.values() for call in calls], num_returns=2 * len(asked), timeout=ASK_S)
+        for one, (address, place) in asked.items():
+            with suppress(RayError):
+                ray.get(address, timeout=0)
+                made.places[one] = ray.get(place, timeout=0)
         return made
 
     @property
@@ -100,9 +113,16 @@ class Cluster:
     @property
     def state(self) -> State:
         """What to know of it later."""
-        workers = tuple(self.workers.values())
-        gateways = tuple(self._gateways)
-        return State(self.config, self._model, workers, gateways, tuple(self.ports), frozenset(self.going))
+        return State(
+            self.config,
+            self._model,
+            tuple(self.workers.values()),
+            tuple(self._gateways),
+            dict(self._ports),
+            frozenset(self.going),
+            dict(self.made),
+            frozenset(self.avoided),
+        )
 
     @property
     def gossip(self) -> GossipConfig:
@@ -115,10 +135,16 @@ class Cluster:
         return served_name(self.config.model.name)
 
     @property
+    def ports(self) -> list[int]:
+        """Of the gateways that listen, in their order."""
+        return [self._ports[name] for name in self._gateways if name in self._ports]
+
+    @property
     def urls(self) -> list[str]:
         """Where the gateways listen."""
         scheme = "https" if self.config.gateway.tls_certificate is not None else "http"
-        return [f"{scheme}://{self._host(name)}:{port}" for name, port in zip(self._gateways, self.ports, strict=True)]
+        there = [(name, self._ports[name]) for name in self._gateways if name in self._ports]
+        return [f"{scheme}://{self._host(name)}:{port}" for name, port in there]
 
     @property
     def url(self) -> str:
@@ -183,13 +209,15 @@ class Cluster:
         return self._actors[name].pulse.remote()
 
     def end(self, name: str) -> None:
-        """End an actor's process."""
+        """End an actor's process, whoever has made it."""
         self.places.pop(name, None)
-        if (actor := self._actors.get(name)) is not None:
-            ray.kill(actor)
+        actor = self._actors.get(name)
+        with suppress(ValueError):
+            ray.kill(actor if actor is not None else ray.get_actor(name, namespace=self._name))
 
     def create(self, name: str) -> None:
         """Create an actor, or its next life. Raises ValueError while its name is taken."""
+        self.made[name] = self.config
         self._actors[name] = self._worker(self.workers[name]) if name in self.workers else self._gateway(name)
 
     def begin(self, name: str) -> None:
@@ -197,17 +225,18 @@ class Cluster:
         actor = self._actors[name]
         self.places[name] = place = ray.get(actor.place.remote())
         if name in self.workers:
-            beside = sum(self.places[one].node == place.node for one in self.workers if one in self.places)
+            places = dict(self.places)
+            beside = sum(places[one].node == place.node for one in list(self.workers) if one in places)
             ray.get(actor.start.remote(max(1, place.cores // beside)))
             ray.get(actor.join.remote(self.gossip, self._known(name)))
             self.leaves(name, name in self.going)
         else:
-            self._listens(name, ray.get(actor.start.remote(self._known(name))))
-            ray.get(actor.expect.remote(list(self.workers.values())))
+            self._ports[name] = ray.get(actor.start.remote(self._known(name)))
+            self.tell()
 
     def _known(self, name: str) -> list[Address]:
         """Where gossip can be joined through: all other actors that answer."""
-        others = [one for other, one in self._actors.items() if other != name]
+        others = [one for other, one in list(self._actors.items()) if other != name]
         done, _ = ray.wait([one.gossip_address.remote() for one in others], num_returns=len(others), timeout=JOIN_S)
         found = []
         for call in done:
@@ -230,11 +259,12 @@ class Cluster:
         """There should be this actor no more; of the gateways, the last one. Its process is ended."""
         if name in self.workers:
             del self.workers[name]
-            self.going.discard(name)
             self.tell()
         else:
             self._gateways.remove(name)
-            del self.ports[len(self._gateways) :]
+            self._ports.pop(name, None)
+        self.going.discard(name)
+        self.made.pop(name, None)
         self.end(name)
         self._actors.pop(name, None)
 
@@ -250,17 +280,28 @@ class Cluster:
         self.tell()
 
     def tell(self) -> None:
-        """Let the gateways know who the workers are."""
-        gateways = [self._actors[name] for name in self._gateways if name in self._actors]
-        calls = [one.expect.remote(list(self.workers.values())) for one in gateways]
+        """Let the gateways know who the workers are, and hear of them."""
+        with self._telling:
+            self._version = time.time_ns()  # later than those of a controller's life before
+            gateways = [self._actors[name] for name in self._gateways if name in self._actors]
+            calls = [self._tell(one) for one in gateways]
         if calls:
             ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
+
+    def _tell(self, gateway: Any) -> Any:
+        return gateway.expect.remote(list(self.workers.values()), self._version)
+
+    def heard(self, name: str, pulse: Pulse) -> None:
+        """An actor has answered; a gateway that has missed who the workers are hears it once more."""
+        if name in self._gateways and pulse.version < self._version:
+            self._tell(self._actors[name])
 
     def emptied(self, name: str) -> int:
         """Let an actor end what it has: a worker within `worker.drain_s`, after which others go on with the rest, a
         gateway within `gateway.drain_s`. Returns how many requests went elsewhere, or were cut off by a gateway. Raises
         RayError."""
-        actor = self._actors[name]
+        if (actor := self._actors.get(name)) is None:
+            return 0
         if name not in self.workers:
             return int(ray.get(actor.drain.remote(), timeout=self.config.gateway.drain_s + DRAIN_END_S))
         seconds = self.config.worker.drain_s
@@ -345,7 +386,8 @@ class Cluster:
             self.create(name)
         places = self._all([one.place.remote() for one in self.gateways])
         self.places |= dict(zip(self._gateways, places, strict=True))
-        self.ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
+        ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
+        self._ports = dict(zip(self._gateways, ports, strict=True))
 
     def _host(self, name: str) -> str:
         host = self.config.gateway.host
@@ -353,13 +395,9 @@ class Cluster:
             return host
         return self.places[name].address if self.config.gateway.same_port and name in self.places else "127.0.0.1"
 
-    def _listens(self, name: str, port: int) -> None:
-        self.ports[self._gateways.index(name) :] = [port, *self.ports[self._gateways.index(name) + 1 :]]
-
     def _port(self, name: str) -> int:
         """Where a gateway is to listen: where it has listened before."""
-        number = self._gateways.index(name)
-        return self.ports[number] if number < len(self.ports) else self.config.gateway.port_of(number)
+        return self._ports.get(name) or self.config.gateway.port_of(self._gateways.index(name))
 
     def _options(self, name: str, kind: str, gpus: float) -> dict[str, Any]:
         made = {"name": name, "namespace": self._name, "max_concurrency": MAX_CONCURRENCY}
@@ -392,7 +430,7 @@ class Cluster:
             .options(**self._options(name, "gateway", 0.0))
             .remote(
                 name,
-                [(spec.name, spec.role) for spec in self.workers.values()],
+                list(self.workers.values()),
                 self._model,
                 self.config.gateway.model_copy(update={"port": port}),
                 self.config.router,

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.autoscaler.sdk import request_resources
 
 from cluster.config import ClusterConfig
 from cluster.connection import LaunchError
@@ -44,11 +43,10 @@ def lacking(config: ClusterConfig, counts: Mapping[str, int]) -> list[str]:
     ]
 
 
-def ask_for(config: ClusterConfig, counts: Mapping[str, int]) -> None:
-    """Let Ray's autoscaler, where there is one, have nodes for so many actors of each kind, and no others."""
+def bundles(config: ClusterConfig, counts: Mapping[str, int]) -> list[dict[str, float]]:
+    """What so many actors of each kind take, each of one node, as far as the configuration says."""
     wanted = {kind: resources for kind in counts if (resources := config.resources(kind))}
-    if wanted:
-        request_resources(bundles=[resources for kind, resources in wanted.items() for _ in range(counts[kind])])
+    return [resources for kind, resources in wanted.items() for _ in range(counts[kind])]
 
 
 def check(config: ClusterConfig, counts: Mapping[str, int]) -> None:

@@ -348,6 +348,15 @@ class View:
         known = [worker for name in names if (worker := self.workers.get(name)) is not None and worker.alive]
         return [worker for worker in known if self._audible(worker, self.now())]
 
+    def silent(self, name: str) -> bool:
+        """Whether a worker that answers has not been heard of lately."""
+        worker = self.workers.get(name)
+        if worker is None or not worker.alive:
+            return False
+        if self._replicas is not None:
+            self._look_up(worker, self._replicas)
+        return not self._audible(worker, self.now())
+
     def holdings(self, ladder: Ladder) -> Holdings:
         """How much of a prompt the workers hold."""
         depths = np.zeros(0, np.int32)

@@ -389,12 +389,15 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """How an actor is: how many steps its engine has made, whether it has something to do, and how many seconds a full
-    step takes, 0 while that is unknown. Gateways have no engine, and are never `busy`."""
+    """How an actor is: how many steps its engine has made, whether it has something to do, how many seconds a full step
+    takes, 0 while that is unknown, and whether it serves: not when it leaves. Gateways have no engine, and are never
+    `busy`; they say which `version` of the list of workers they know."""
 
     steps: int = 0
     busy: bool = False
     step_s: float = 0.0
+    serves: bool = True
+    version: int = 0
 
 
 def _share(part: float, whole: float) -> float:

@@ -187,7 +187,7 @@ class Worker:
         """Whether this process lives, and its engine makes steps: it does, when it has to do anything at all."""
         self._wake()
         busy = self._engine.has_work or bool(self._front.jobs)
-        return Pulse(self._turns, busy, self._speeds.step_s(self._config.step_tokens))
+        return Pulse(self._turns, busy, self._speeds.step_s(self._config.step_tokens), self._state == "ready")
 
     async def role_is(self, role: str) -> None:
         """What this worker is for from now on. What it has begun it ends."""

@@ -24,11 +24,11 @@ from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import WORKER
 from transfer.gossip.node import GossipNode
 from transfer.gossip.summary import Load, Summary
-from transfer.messages import Delta, Outcome, Request, Speeds
+from transfer.messages import Delta, Outcome, Request, Speeds, WorkerSpec
 
 MODEL = "recorded"
 MAX_MODEL_LEN = 8192
-WORKERS = [(f"{PREFILL}-0", PREFILL), (f"{DECODE}-0", DECODE)]
+WORKERS = [WorkerSpec(f"{PREFILL}-0", PREFILL), WorkerSpec(f"{DECODE}-0", DECODE)]
 SPEEDS = Speeds(1e6, 0.001, 1e10)
 FREE_BLOCKS = 10**6
 START_S = 120.0
@@ -54,12 +54,12 @@ class Recorded:
         self._tokens = tokens
         self._streams: dict[str, _Stream] = {}
         self._some = asyncio.Event()
-        self._arrived: dict[str, dict[str, int]] = {name: {} for name, _ in WORKERS}
+        self._arrived: dict[str, dict[str, int]] = {one.name: {} for one in WORKERS}
 
     async def call(self, name: str, method: str, *args: Any, timeout: float) -> Any:
         """See `Directory`."""
         if method == "status":
-            role = dict(WORKERS)[name]
+            role = next(one.role for one in WORKERS if one.name == name)
             status = stand_in(name, role, SPEEDS, token_bytes=1)
             return replace(status, model=MODEL, block_size=16, max_model_len=MAX_MODEL_LEN)
         if method == "abort":
@@ -152,7 +152,7 @@ async def _serve(model: Path, tokens: tuple[int, ...], line: Connection) -> None
     router = RouterConfig(local_tokens=0)
     config = GatewayConfig(port=0)
     recorded.gateway = gateway = Gateway("gateway-0", WORKERS, model, config, router, gossip, recorded, telemetry.setup)
-    nodes = [await _join(name, recorded, gossip) for name, _ in WORKERS]
+    nodes = [await _join(one.name, recorded, gossip) for one in WORKERS]
     playing = asyncio.create_task(recorded.play())
     line.send(await gateway.start([node.member.address for node in nodes]))
     ended = asyncio.Event()

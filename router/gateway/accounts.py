@@ -60,7 +60,8 @@ class Account:
     def salt(self, given: bytes) -> bytes:
         """Which cached prefixes a request with this salt of its own may use."""
         if not self.name or self.tenant.cache == "shared":
-            return given
+            # Not as it is: a client could write what stands before a tenant's.
+            return given and b"given\0" + given
         return b"tenant\0" + self.name.encode() + b"\0" + given
 
     def changed(self, tenant: Tenant) -> None:

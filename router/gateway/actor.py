@@ -49,7 +49,7 @@ class Gateway:
     def __init__(
         self,
         name: str,
-        workers: list[tuple[str, str]],
+        workers: list[WorkerSpec],
         model: Path,
         config: GatewayConfig,
         router: RouterConfig,
@@ -68,8 +68,10 @@ class Gateway:
         self._gossip_config = gossip
         self._gossip: GossipNode | None = None
         self._replicas = Replicas(gossip.keys_per_worker)
-        self._view = View(workers, time.monotonic, self._replicas, gossip.silent_s)
+        self._view = View(((one.name, one.role) for one in workers), time.monotonic, self._replicas, gossip.silent_s)
         self._router = Router(self._view, router, name, numbers_from=self._incarnation)
+        self._router.expect(workers)
+        self._version = 0
         self._dispatcher = Dispatcher(name, self._router, directory, router, config, self._notify)
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
@@ -110,16 +112,30 @@ class Gateway:
         app = create_app(service, self._ready, self._render, self._config, keyring)
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
-        self._watched = {name: asyncio.create_task(self._watch(name)) for name in names}
+        self._watch_all()
         while not self._server.started and not self._tasks[0].done():
             await asyncio.sleep(0.01)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
 
-    async def expect(self, specs: list[WorkerSpec]) -> None:
-        """Who the workers are from now on. What one that is gone still had to do goes on elsewhere."""
+    async def expect(self, specs: list[WorkerSpec], version: int) -> None:
+        """Who the workers are from now on, unless a later version is known. What one that is gone still had to do goes
+        on elsewhere. Returns when those that have just begun have been heard of, which may take some seconds."""
+        if version <= self._version:
+            return
+        self._version = version
         self._router.expect(specs)
-        names = {one.name for one in specs}
+        if self._server is not None:
+            self._watch_all()
+        quiet = [one.name for one in specs if not self._view.workers[one.name].alive and not one.leaving]
+        await asyncio.gather(*(self._heartbeat(name) for name in quiet))
+        until = time.monotonic() + MEET_S
+        while time.monotonic() < until and any(self._view.silent(name) for name in quiet):
+            await asyncio.sleep(0.02)
+
+    def _watch_all(self) -> None:
+        """Watch the workers that there are, and no others."""
+        names = self._view.workers.keys()
         for name in self._watched.keys() - names:
             self._watched.pop(name).cancel()
             self._dispatcher.worker_died(name)
@@ -131,8 +147,9 @@ class Gateway:
         self._dispatcher.deliver(deltas)
 
     async def pulse(self) -> Pulse:
-        """Whether this process lives."""
-        return Pulse()
+        """Whether this process lives and serves, and what it knows of the workers."""
+        serves = not self._draining and bool(self._tasks) and not self._tasks[0].done()
+        return Pulse(serves=serves, version=self._version)
 
     async def place(self) -> Place:
         """Where this process runs."""

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import ray
+from ray.util import list_named_actors
 
 from cluster.connection import LaunchError
 from cluster.control import Control
@@ -166,7 +167,6 @@ def deaf(worker: Any, seconds: float) -> None:
     def again() -> None:
         udp.sendto, node._datagrams.datagram_received = sendto, received
 
-    asyncio.get_event_loop_policy()
     worker._front._loop.call_soon_threadsafe(worker._front._loop.call_later, seconds, again)
 
 
@@ -201,6 +201,7 @@ class Faults:
             self.kill_worker,
             self.kill_gateway,
             self.kill_controller,
+            self.kill_controller_at_work,
             self.stop_some,
             self.part_gossip,
             self.fail_writes,
@@ -219,6 +220,11 @@ class Faults:
             if (whom := kind()) is not None:
                 self.log.append((time.monotonic(), kind.__name__, whom))
                 return f"{kind.__name__} {whom}"
+
+    def astray(self) -> set[str]:
+        """Actors that nobody wants, or that are wanted and not there."""
+        there = {one["name"] for one in list_named_actors(all_namespaces=True) if one["namespace"] == self._space}
+        return there ^ {"controller", *(one.name for one in self.report().actors)}
 
     def restore(self) -> None:
         """As many workers of each role as there were."""
@@ -259,6 +265,24 @@ class Faults:
 
     def kill_controller(self) -> str | None:
         return self.kill("controller")
+
+    def kill_controller_at_work(self) -> str | None:
+        """In the middle of a change, whose caller hears of it. What was half done must not stay so."""
+        process, change = process_of(self.control.actor), self._draw.choice((self.scale_up, self.scale_down))
+        done: list[object] = []
+
+        def run() -> None:
+            try:
+                done.append(change())
+            except LaunchError as error:
+                done.append(str(error))
+
+        changing = threading.Thread(target=run)
+        changing.start()
+        time.sleep(self._draw.uniform(0.2, 3.0))
+        process.kill()
+        changing.join(DEADLINE_S)
+        return f"{change.__name__}: {done}"
 
     def stop_some(self) -> str | None:
         """For longer than anybody waits for an answer without a doubt."""
@@ -307,10 +331,10 @@ def statuses(faults: Faults) -> list[WorkerStatus]:
 
 
 def assert_at_rest(faults: Faults) -> None:
-    """All actors are up, and every block is free or cached."""
-    until = time.monotonic() + 60
-    while any(one.state != "up" for one in faults.report().actors):
-        assert time.monotonic() < until, faults.report()
+    """All actors are up, there are no others, and every block is free or cached."""
+    until = time.monotonic() + 90
+    while (wrong := faults.astray()) or any(one.state != "up" for one in faults.report().actors):
+        assert time.monotonic() < until, (wrong, faults.report())
         time.sleep(0.1)
     until = time.monotonic() + BALANCE_S
     while wrong := [one for one in statuses(faults) if not at_rest(one)]:

@@ -96,6 +96,9 @@ def test_an_engine_that_stands_still_is_replaced_and_its_requests_go_on(load: Lo
     while next(one for one in faults.report().actors if one.name == "decode-1").state == "up":
         assert time.monotonic() - begun < 10, "not noticed"
         time.sleep(0.05)
+    while next(one for one in faults.report().actors if one.name == "decode-1").state != "up":
+        assert time.monotonic() - begun < 60, "not replaced"
+        time.sleep(0.05)
 
 
 @pytest.mark.long
@@ -167,7 +170,7 @@ def killed_after(faults: Faults, prompt: list[int], answer: list[int], tokens: i
             if len(ids) >= tokens and not killed:
                 killed = True
                 busy = [one.name for one in statuses(faults) if one.role == "decode" and one.running]
-                if busy:  # the answer may be complete by now
-                    faults.kill(busy[0])
+                assert busy, "the answer was complete already"
+                faults.kill(busy[0])
     assert ids == answer
     return gap

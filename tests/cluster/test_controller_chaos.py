@@ -55,15 +55,18 @@ def check(control: Control, known: list[Case], seconds: float, seed: int, capsys
     with capsys.disabled():
         said = f"{len(faults.log)} faults, {len(load.streams)} streams: {dict(load.ends)}; longest gaps {gaps(load)}"
         sys.stdout.write(f"\n{said}\n")
-    cut = [one for one in load.streams if one.end == "cut" and not lost_its_gateway(one, faults)]
+    cut = [one for one in load.streams if one.end == "cut" and not lost_its_gateway(one, faults, urls)]
     bad = cut + [one for one in load.streams if one.end not in ("right", "cut")]
     assert not [one for one in bad if one.end in ("wrong", "truncated")], bad[:5]
     assert len(bad) <= 0.01 * len(load.streams), (len(bad), bad[:5], faults.log)
 
 
-def lost_its_gateway(one: Stream, faults: Faults) -> bool:
+def lost_its_gateway(one: Stream, faults: Faults, urls: list[str]) -> bool:
     """Whether the stream's gateway was killed while it ran."""
-    return any(kind == "kill_gateway" and one.begun <= at <= one.over + KILL_S for at, kind, _ in faults.log)
+    name = f"gateway-{urls.index(one.url)}"
+    return any(
+        (kind, whom) == ("kill_gateway", name) and one.begun <= at <= one.over + KILL_S for at, kind, whom in faults.log
+    )
 
 
 def gaps(load: Load) -> str:

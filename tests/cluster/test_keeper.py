@@ -63,6 +63,9 @@ class Actors:
     def pulse(self, name: str) -> Any:
         return self.actors[name].pulse.remote()
 
+    def heard(self, name: str, pulse: Pulse) -> None:
+        pass
+
     def end(self, name: str) -> None:
         ray.kill(self.actors[name])
 
