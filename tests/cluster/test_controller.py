@@ -138,7 +138,7 @@ def test_what_the_ray_cluster_lacks_is_said(control: Control, tiny: Path) -> Non
         other.call("deploy", config, tiny, 0.0)
     assert "GPU: 2 wanted (1 x prefill.resources 2), 0 in the Ray cluster" in str(caught.value)
     assert "wing: 0.5 wanted (1 x prefill.resources 0.5), 0 in the Ray cluster" in str(caught.value)
-    assert not other.call("runs")
+    assert other.call("idle")
     other.end(drain=False)
 
 
