@@ -143,6 +143,7 @@ async def test_a_refused_key_ends_all() -> None:
     with gateway(GOOD) as one:
         await answer_of(one.url, key="a-secret")
         assert one.asked[0]["authorization"] == "Bearer a-secret"
-    with gateway(failed(401)) as one, pytest.raises(BatchError, match=r"the API key is refused \(401\): no 401") as caught:
+    refused = r"the API key is refused \(401\): no 401"
+    with gateway(failed(401)) as one, pytest.raises(BatchError, match=refused) as caught:
         await answer_of(one.url, key="a-secret")
     assert "a-secret" not in str(caught.value)
