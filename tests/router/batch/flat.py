@@ -1,5 +1,6 @@
-"""How much a process grows over a batch of many lines, after one of a tenth of them: `python flat.py DIRECTORY LINES`.
-Requests are answered here and at once, so that there are no tokens: the answers' source is a stub."""
+"""How much a process grows over a batch of many lines, after one of a tenth of them, where a share of the lines is sent:
+`python flat.py DIRECTORY LINES SHARE`. Requests are answered here and at once, so that there are no tokens: the answers'
+source is a stub."""
 
 import asyncio
 import json
@@ -37,9 +38,8 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-directory, lines = Path(sys.argv[1]), int(sys.argv[2])
-sent_share = float(sys.argv[3]) if len(sys.argv) > 3 else 1.0
-carry_out(directory / "few.jsonl", lines // 10, int(lines // 10 * sent_share))
+directory, lines, share = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+carry_out(directory / "few.jsonl", lines // 10, int(lines // 10 * share))
 few = peak_mb()
-carry_out(directory / "many.jsonl", lines, int(lines * sent_share))
+carry_out(directory / "many.jsonl", lines, int(lines * share))
 print(json.dumps({"lines": lines, "few_mb": few, "grown_mb": peak_mb() - few, "token_source": "stub"}))  # noqa: T201
