@@ -1,6 +1,6 @@
-"""How much a process grows over a batch of many lines, after one of a tenth of them, where a share of the lines is sent:
-`python flat.py DIRECTORY LINES SHARE`. Requests are answered here and at once, so that there are no tokens: the answers'
-source is a stub."""
+"""How much a process grows over a batch of many lines, after one of a tenth of them, where a share of the lines is
+sent: `python flat.py DIRECTORY LINES SHARE`. Requests are answered here and at once, so that there are no tokens: the
+answers' source is a stub."""
 
 import asyncio
 import json

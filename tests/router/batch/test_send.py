@@ -120,11 +120,11 @@ async def test_retry_after_is_heeded_and_what_it_leaves_no_time_for_is_the_answe
 
 
 async def test_a_gateway_that_cannot_be_reached_is_left_alone() -> None:
-    with gateway(GOOD) as one:
-        async with Gateways(lambda: ["http://127.0.0.1:9", one.url], 5.0) as gateways:
+    with gateway(GOOD) as one, gateway(None) as other:
+        async with Gateways(lambda: [other.url, one.url], 5.0) as gateways:
             for _ in range(6):
                 assert (await gateways.send(ITEM)).status == 200
-        assert len(one.asked) == 6
+        assert (len(one.asked), len(other.asked)) == (6, 1)
     answer = await answer_of("http://127.0.0.1:9", timeout_s=0.1)
     assert answer.status is None
     assert answer.error is not None
