@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from cluster import running
+from cluster.batch_cli import batch
 from cluster.bench.cli import app as bench_app
 from cluster.cache_cli import app as cache_app
 from cluster.config import ClusterConfig, load, on_this_machine
@@ -24,6 +25,7 @@ from cluster.errors import UserError
 from cluster.key_cli import app as key_app
 from cluster.signals import interruptible, on_signals
 from cluster.simulate.cli import simulate
+from router.batch.errors import BatchError
 
 if TYPE_CHECKING:
     from cluster.control import Control
@@ -38,6 +40,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(key_app, name="key")
 app.add_typer(bench_app, name="bench")
 add_to(app)
+app.command()(batch)
 app.command()(simulate)
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -246,7 +249,7 @@ def main() -> None:
     """Entry point. What the user can put right is one line on standard error and exit code 1."""
     try:
         app()
-    except UserError as error:
+    except (UserError, BatchError) as error:
         _errors.print(f"error: {' '.join(str(error).split())}", markup=False)
         sys.exit(1)
 

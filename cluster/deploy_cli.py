@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,9 +31,9 @@ Gateways = Annotated[int | None, typer.Option(min=1, help="number of gateways")]
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
-    """In the Ray cluster, for a block."""
-    address = address or running.latest() or "auto"
+def connected(address: str | None) -> Iterator[None]:
+    """In the Ray cluster, for a block. A job of Ray's is told in its environment which one that is."""
+    address = address or os.environ.get("RAY_ADDRESS") or running.latest() or "auto"
     import ray
 
     from cluster.connection import connect
@@ -47,7 +48,7 @@ def _connected(address: str | None) -> Iterator[None]:
 @contextmanager
 def _control(address: str | None) -> Iterator[Control]:
     """The controller of the cluster that runs there."""
-    with _connected(address):
+    with connected(address):
         from cluster.control import Control
 
         yield Control.of()
@@ -78,7 +79,7 @@ def deploy(
 
     path = resolve(settings.model.name)
     check_architecture(path)
-    with _connected(address), _errors.status("starting the controller") as status:
+    with connected(address), _errors.status("starting the controller") as status:
         from cluster.control import begin
 
         control = begin(detached=True)

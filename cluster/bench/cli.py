@@ -135,6 +135,42 @@ def rag(
     _compare(_settings(config, model, dtype), workload, compare_no_reuse, as_json, check)
 
 
+@app.command("batch")
+def batch(
+    items: Annotated[int, typer.Option(min=1, help="requests of a batch")] = 2000,
+    templates: Annotated[int, typer.Option(min=2, help="templates that they stand behind, in random order")] = 5,
+    template: Annotated[int, typer.Option(min=64, help="tokens of each template")] = 512,
+    item: Annotated[int, typer.Option(min=1, help="tokens of each request's own")] = 24,
+    output: Annotated[int, typer.Option(min=1, help="tokens of each answer")] = 8,
+    concurrency: Concurrency = 16,
+    interactive: Annotated[int, typer.Option(min=0, help="requests of somebody who waits; 0: there is nobody")] = 40,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of each of these, all different")] = 500,
+    pause: Annotated[float, typer.Option(min=0, help="seconds between an answer and the next of them")] = 0.5,
+    rounds: Rounds = 1,
+    kv_memory: Annotated[
+        str, typer.Option(help="KV pool of each worker: two templates and what else is under way have to fill it")
+    ] = "46MiB",
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML file of the cluster to measure; one worker with both roles if it sets none"),
+    ] = None,
+    model: Model = None,
+    dtype: Dtype = None,
+    as_json: Json = False,
+    check: Assert = False,
+) -> None:
+    """A batch whose requests share templates, more than the cache holds: its time with grouping and in the file's
+    order, and how long somebody else waits for a first token beside it."""
+    from cluster.bench.batch import Shape, run
+    from cluster.bench.peers.run import with_roles
+
+    shape = Shape(items, templates, template, item, output, concurrency, interactive, prompt, pause, rounds)
+    longest = max(template + item + output, prompt + 1) + 16
+    sizes = {"worker.kv_memory": kv_memory, "worker.max_model_len": longest}
+    settings = load(config, {"model.name": model, "worker.dtype": dtype, **sizes})
+    _report(run(with_roles(settings), shape), as_json, check)
+
+
 @app.command("no-reuse-cost")
 def no_reuse_cost(
     requests: Annotated[int, typer.Option(min=1, help="prompts in a round")] = 16,

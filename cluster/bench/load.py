@@ -94,7 +94,7 @@ def send_paused(target: Target, prompts: list[list[int]], output: int, pause_s: 
 
     Raises LoadError with the first request that fails.
     """
-    return asyncio.run(_send_paused(target, prompts, output, pause_s))
+    return asyncio.run(paused(target, prompts, output, pause_s))
 
 
 def send_beside(
@@ -114,7 +114,7 @@ def send_beside(
     async def both() -> list[Timing]:
         beside = asyncio.create_task(_keep_busy(other, another, output, at_once))
         await asyncio.sleep(LEAD_S)
-        measured = asyncio.create_task(_send_paused(target, prompts, output, pause_s))
+        measured = asyncio.create_task(paused(target, prompts, output, pause_s))
         try:
             await asyncio.wait([beside, measured], return_when=asyncio.FIRST_COMPLETED)
             if beside.done():
@@ -152,6 +152,17 @@ def send_into(
     return asyncio.run(run())
 
 
+async def paused(target: Target, prompts: list[list[int]], output: int, pause_s: float) -> list[Timing]:
+    """`send_paused` in a running event loop."""
+    timings: list[Timing] = []
+    async with _client(target, 1) as client:
+        for prompt in prompts:
+            if timings:
+                await asyncio.sleep(pause_s)
+            timings.append(await _one(client, target, prompt, output))
+    return timings
+
+
 async def _keep_busy(target: Target, another: Callable[[], list[int]], output: int, at_once: int) -> None:
     async with _client(target, at_once) as client:
 
@@ -160,16 +171,6 @@ async def _keep_busy(target: Target, another: Callable[[], list[int]], output: i
                 await _one(client, target, another(), output)
 
         await asyncio.gather(*(ask() for _ in range(at_once)))
-
-
-async def _send_paused(target: Target, prompts: list[list[int]], output: int, pause_s: float) -> list[Timing]:
-    timings: list[Timing] = []
-    async with _client(target, 1) as client:
-        for prompt in prompts:
-            if timings:
-                await asyncio.sleep(pause_s)
-            timings.append(await _one(client, target, prompt, output))
-    return timings
 
 
 async def _send(target: Target, chats: list[Chat], output: int, concurrency: int, done: Callable[[], None]) -> Run:

@@ -13,7 +13,7 @@ from cluster.bench.report import Check, Figures
 class Words:
     """Draws token ids. The same seed gives every side of a comparison the same prompts; other seeds share nothing."""
 
-    def __init__(self, seed: int, vocabulary: int) -> None:
+    def __init__(self, seed: int | str, vocabulary: int) -> None:
         self.random = random.Random(seed)
         self._vocabulary = vocabulary
 

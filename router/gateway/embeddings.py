@@ -10,7 +10,7 @@ import numpy as np
 
 from router.gateway import accounts
 from router.gateway.dispatch import Prompt
-from router.gateway.jobs import Job, check_allowed, check_length
+from router.gateway.jobs import Job, check_allowed, check_length, check_priority
 from router.gateway.schemas.embeddings import EmbeddingRequest
 from router.gateway.service import Service
 from router.gateway.usage import Usage
@@ -38,6 +38,7 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
 
 def _jobs(service: Service, request: EmbeddingRequest, prompts: list[list[int]]) -> list[Job]:
     limits = service.limits
+    check_priority(request.priority, limits)
     check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
     account = accounts.current.get()
     salt = account.salt((request.cache_salt or "").encode())
@@ -50,6 +51,7 @@ def _jobs(service: Service, request: EmbeddingRequest, prompts: list[list[int]])
         prompt = Prompt(
             packed,
             chain,
+            priority=request.priority or 0,
             tenant=account.name or request.tenant,
             weight=account.tenant.weight,
             salt=salt,

@@ -114,10 +114,7 @@ def jobs(
     if len(prompts) * choices > MAX_JOBS:
         raise invalid(f"n: {len(prompts)} prompts x {choices} choices are more than {MAX_JOBS}", "n")
     account = accounts.current.get()
-    if account.name:
-        check_allowed("priority", request.priority or 0, account.tenant.max_priority, "max_priority of the tenant")
-    else:
-        check_allowed("priority", request.priority or 0, limits.max_priority, "gateway.max_priority")
+    check_priority(request.priority, limits)
     check_allowed("cache_ttl", request.cache_ttl or 0, limits.max_cache_ttl_s, "gateway.max_cache_ttl_s")
     check_allowed("timeout", request.timeout or 0, limits.request_timeout_s, "gateway.request_timeout_s")
     salt = account.salt((request.cache_salt or "").encode())
@@ -171,6 +168,15 @@ def check_allowed(field: str, value: float, limit: float, setting: str) -> None:
     """Whoever is served first or kept longest is so at the others' cost: the operator decides. Raises ApiError."""
     if value > limit:
         raise invalid(f"{field}: at most {limit:g} is allowed here ({setting}), got {value:g}", field)
+
+
+def check_priority(value: int | None, limits: Limits) -> None:
+    """The same of a request's priority: what its tenant may have, where there are tenants. Raises ApiError."""
+    account = accounts.current.get()
+    if account.name:
+        check_allowed("priority", value or 0, account.tenant.max_priority, "max_priority of the tenant")
+    else:
+        check_allowed("priority", value or 0, limits.max_priority, "gateway.max_priority")
 
 
 def _length(prompt: int, wanted: Wanted, limit: int) -> int:

@@ -67,6 +67,7 @@ def to_chat(request: ResponsesRequest, items: list[Item]) -> ChatRequest:
             parallel_tool_calls=request.parallel_tool_calls,
             response_format=_chat_format(request.text),
             user=request.user,
+            priority=request.priority,
             logprobs=request.wants_logprobs or None,
             top_logprobs=request.top_logprobs,
         )

@@ -130,6 +130,17 @@ def test_a_lossy_format_is_warned_of_once(host: str, monkeypatch: pytest.MonkeyP
     assert done.stderr.count("warning: tiers.format is int8: answers") == (host != "0")
 
 
+def test_a_batch_finds_the_gateways(served: Served, tmp_path: Path) -> None:
+    body = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    done = run("batch", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("1 rows succeeded, 0 failed; 3 prompt tokens (0% cached), 2 output tokens")
+    row = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (row["custom_id"], row["response"]["status_code"], row["error"]) == ("one", 200, None)
+
+
 def test_a_taken_port_is_named(served: Served) -> None:
     fails_with(rf"gateway.port: .*{served.port}: Address already in use", "serve", "--port", str(served.port))
 

@@ -119,6 +119,17 @@ async def test_what_is_no_request_is_refused(text: Text, path: str) -> None:
     assert not played.requests
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"])
+async def test_priority_reaches_the_worker_as_far_as_it_is_allowed(text: Text, path: str) -> None:
+    body, played = {"model": MODEL, **BODIES[path]}, Played(says([1000]))
+    async with asking(application(text, played, GatewayConfig())) as http:
+        for priority in (-100, 0, None):
+            assert (await http.post(path, json={**body, "priority": priority})).status_code == 200
+        for priority in (-101, 1):
+            assert error_of(path, await http.post(path, json={**body, "priority": priority}))["param"] == "priority"
+    assert [one.priority for one in played.requests] == [-100, 0, 0]
+
+
 @pytest.mark.parametrize("path", LENGTH_FIELDS)
 async def test_prompt_and_answer_fit_the_context_exactly_or_the_error_names_both(text: Text, path: str) -> None:
     body, field = {"model": MODEL, **BODIES[path]}, LENGTH_FIELDS[path]

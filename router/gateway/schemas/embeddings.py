@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from router.gateway.schemas.common import MAX_SALT_CHARS, MAX_TENANT_CHARS, Finite, Items, Strict
+from router.gateway.schemas.common import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TENANT_CHARS, Finite, Items, Strict
 
 
 class EmbeddingRequest(Strict):
@@ -17,6 +17,7 @@ class EmbeddingRequest(Strict):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: None = None
     user: str | None = Field(None, max_length=MAX_TENANT_CHARS)
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     timeout: Annotated[Finite, Field(gt=0)] | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 

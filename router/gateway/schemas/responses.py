@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
 
 from router.gateway.schemas.chat import Name
-from router.gateway.schemas.common import INT64, MAX_TOP_LOGPROBS, Finite, Items, Off, Parsed, Returned, Strict
+from router.gateway.schemas.common import (
+    INT64,
+    MAX_PRIORITY,
+    MAX_TOP_LOGPROBS,
+    Finite,
+    Items,
+    Off,
+    Parsed,
+    Returned,
+    Strict,
+)
 from router.gateway.schemas.tagged import by_type
 
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -197,6 +207,7 @@ class ResponsesRequest(Strict):
     user: str | None = None
     stream: bool | None = None
     background: bool | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     stream_options: ResponsesStreamOptions | None = None
     include: Items[Literal["message.output_text.logprobs"]] | None = None
     reasoning: Reasoning | None = None
