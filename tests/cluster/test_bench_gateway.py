@@ -7,6 +7,7 @@ from cluster.bench.report import Figures
 from tests.cluster.conftest import settings
 
 
+@pytest.mark.long
 def test_a_gateway_is_measured() -> None:
     report = run(settings(), Shape(streams=10, tokens=50, firsts=10, requests=250))
     assert {side: set(figures) for side, figures in report.results.items()} == {

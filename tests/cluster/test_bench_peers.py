@@ -135,6 +135,7 @@ def test_generate_batch_computes_in_another_process(tiny: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_generate_batch_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=r"^generate_batch failed: .*Error: .*config\.json"):
         Transformers(64).output_tokens_per_s(tmp_path, "float32", "cpu", 1, [[1]], 2)

@@ -115,6 +115,7 @@ def test_status_as_json(served: Served) -> None:
         assert psutil.pid_exists(one["pid"])
 
 
+@pytest.mark.long
 def test_status_as_a_table(served: Served) -> None:
     done = run("status")
     assert "both-0" in done.stdout

@@ -46,6 +46,7 @@ def names(faults: Faults, role: str) -> list[str]:
     return sorted(one.name for one in faults.report().actors if one.role == role)
 
 
+@pytest.mark.long
 def test_workers_come_change_and_go_under_load_without_a_failed_request(
     load: Load, faults: Faults, control: Control
 ) -> None:
@@ -66,6 +67,7 @@ def test_workers_come_change_and_go_under_load_without_a_failed_request(
     assert names(faults, "prefill") == ["prefill-0", "prefill-1", "prefill-2"]
 
 
+@pytest.mark.long
 def test_a_controller_that_is_killed_goes_on_where_it_was(load: Load, faults: Faults, control: Control) -> None:
     before = {one.name: one.starts for one in faults.report().actors}
     process = process_of(control.actor)
@@ -90,6 +92,7 @@ def statuses_or_none(faults: Faults) -> list[WorkerStatus]:
         return []
 
 
+@pytest.mark.long
 def test_an_engine_that_stands_still_is_replaced_and_its_requests_go_on(load: Load, faults: Faults) -> None:
     ray.get(faults.actor("decode-1").__ray_call__.remote(stuck, 3600.0), timeout=30)
     begun = time.monotonic()

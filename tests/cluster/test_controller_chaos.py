@@ -20,13 +20,13 @@ KILL_S = 1.0
 
 @pytest.fixture(scope="module")
 def known(tiny: Path) -> list[Case]:
-    return cases(tiny, 12, 160)
+    return cases(tiny, 6, 160)
 
 
 def test_under_all_faults_no_token_is_wrong_and_nothing_is_lost(
     control: Control, known: list[Case], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(control, known, 45.0, 1, capsys)
+    check(control, known, 30.0, 1, capsys)
 
 
 @pytest.mark.long

@@ -106,6 +106,7 @@ def until(condition: Callable[[], Any], within_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.long
 def test_who_dies_hangs_or_is_stuck_gets_another_life(actors: Actors, said: list[str]) -> None:
     other = ray.get(actors.actors["other"].pid.remote())
     os.kill(ray.get(actors.actors["one"].pid.remote()), 9)

@@ -83,6 +83,7 @@ def test_one_prompt_five_hundred_times_at_once() -> None:
             assert counts.max() <= 1.3 * counts.mean(), (routers, make, counts)
 
 
+@pytest.mark.long
 def test_a_slow_worker_takes_nothing_from_the_others_hits() -> None:
     trace = chats(60, 10, seed=4, rate=5.0)
     even, uneven = played(trace), played(trace, slow={0: 0.25})
@@ -173,6 +174,7 @@ def averaged(seeds: range = SEEDS, **changed: object) -> float:
     return float(np.mean([played(talks(40.0, 12.0, seed), **settings).seconds.mean() for seed in seeds]))
 
 
+@pytest.mark.long
 def test_sixteen_routers_cost_little_beside_one() -> None:
     assert averaged(routers=16) <= 1.03 * averaged(routers=1)
 
@@ -186,6 +188,7 @@ def test_lost_datagrams_cost_little() -> None:
     assert averaged(MORE_SEEDS, loss=0.1) <= 1.02 * averaged(MORE_SEEDS)
 
 
+@pytest.mark.long
 def test_a_partition_heals() -> None:
     """Half of the routers hear no gossip for 30 s. From 5 s after it on, all is as it was without it."""
     cut = {"cut_off": frozenset({0, 1}), "cut_from_s": 10.0, "cut_until_s": 40.0}
@@ -236,6 +239,7 @@ def test_the_conversation_trace(conversation: Path) -> None:
     assert divided.seconds[after].mean() <= 1.02 * plain.seconds[after].mean()
 
 
+@pytest.mark.long
 def test_prefixes_are_copied_where_that_is_faster_than_computing() -> None:
     trace = chats(60, 10, seed=9, rate=7.0, beginning=6)
     copy = {"kv_bytes_per_token": 131_072, "block_copy_s": 0.0067}

@@ -103,6 +103,7 @@ def test_the_reference_figures(
     assert {name: figures[name] for name in wanted} == pytest.approx(wanted, rel=within)
 
 
+@pytest.mark.long
 def test_an_unlimited_cache_has_the_traces_own_hit_rate(conversation: Path) -> None:
     """On one worker: 36.64 % of the references."""
     trace = read(conversation, 2)
