@@ -29,6 +29,8 @@ def hash_key() -> None:
     key = sys.stdin.readline().strip()
     if not key:
         raise UserError("no key on standard input")
+    if len(key) < tenants.MIN_KEY:
+        raise UserError(f"a key of less than {tenants.MIN_KEY} characters can be guessed; make one: headwater key new")
     typer.echo(tenants.hashed(key))
 
 

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, m
 from typing_extensions import Self
 
 from router.gateway.parsers import reasoning_parser, tool_parser
-from router.tenants import read
+from router.tenants import MIN_KEY, read
 
 MAX_GATEWAYS = 64
-MIN_API_KEY = 16
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -125,8 +124,8 @@ class GatewayConfig(BaseModel):
     @classmethod
     def _are_long_enough(cls, value: list[SecretStr]) -> list[SecretStr]:
         """Whoever can guess one can use it."""
-        if any(len(one.get_secret_value()) < MIN_API_KEY for one in value):
-            raise ValueError(f"has a key of less than {MIN_API_KEY} characters")
+        if any(len(one.get_secret_value()) < MIN_KEY for one in value):
+            raise ValueError(f"has a key of less than {MIN_KEY} characters")
         return value
 
     @field_validator("tool_parser")

@@ -85,6 +85,10 @@ class Account:
             self._requests.take(1)
         self.running += 1
 
+    def go_on(self) -> None:
+        """Something of a request goes on when that is over."""
+        self.running += 1
+
     def end(self) -> None:
         """It is over."""
         self.running -= 1
@@ -120,7 +124,7 @@ class Keyring:
         self._own = [hashed(key) for key in keys]
         self._accounts: dict[str, Account] = {}
         self._by_key: dict[str, Account] = {}
-        self._seen = _state(file)
+        self._seen = self._changed = _state(file)
         self._looked_at = clock()
         self._use(self._read())
 
@@ -139,7 +143,9 @@ class Keyring:
         if self._file is None or now < self._looked_at + REFRESH_S:
             return
         self._looked_at = now
-        if (seen := _state(self._file)) == self._seen:
+        seen = _state(self._file)
+        if seen == self._seen or seen != self._changed:
+            self._changed = seen  # perhaps it is still being written
             return
         self._seen = seen
         try:

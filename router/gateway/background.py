@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+from router.gateway import accounts
+from router.gateway.accounts import Account
 from router.gateway.choice import Piece
 from router.gateway.errors import ApiError, failed, overloaded
 from router.gateway.responses import ResponsesAnswer
@@ -30,8 +32,10 @@ class Background:
     def start(self, name: str, answer: ResponsesAnswer, pieces: AsyncGenerator[Piece, None]) -> None:
         """Carry it out under this name; whatever goes wrong is what the response ends with."""
         self._answers[name] = answer
+        account = accounts.current.get()
+        account.go_on()
         task = self._tasks[name] = asyncio.create_task(self._run(answer, pieces))
-        task.add_done_callback(lambda _: self._over(name, answer))
+        task.add_done_callback(lambda _: self._over(name, answer, account))
 
     def get(self, name: str) -> ResponsesAnswer | None:
         """None for what is not under way."""
@@ -56,8 +60,9 @@ class Background:
             _log.error("a background response failed", exc_info=error)
             answer.fail(failed("internal error"))
 
-    def _over(self, name: str, answer: ResponsesAnswer) -> None:
+    def _over(self, name: str, answer: ResponsesAnswer, account: Account) -> None:
         """A task that was cancelled before it began has run no line of its own."""
+        account.end()
         if not answer.over:
             answer.cancel()
         del self._answers[name], self._tasks[name]

@@ -144,6 +144,7 @@ class Service:
                         account.used(job.prompt_tokens)
                     piece = choice.piece(output)
                     given += len(output.tokens)
+                    account.used(len(output.tokens))
                     if job.empty:
                         piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
                     yield piece
@@ -152,7 +153,6 @@ class Service:
                         return
         finally:
             metrics.output_tokens.add(given)  # at once: to count costs as much as to make a piece
-            account.used(given)
 
     def _choice(self, job: Job) -> Choice:
         form = job.form

@@ -3,9 +3,9 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import httpx
@@ -14,11 +14,16 @@ import pytest
 from fastapi import FastAPI
 
 from router.config import GatewayConfig
-from router.gateway.accounts import Account, Keyring
+from router.gateway import accounts
+from router.gateway.accounts import NOBODY, Account, Keyring
+from router.gateway.background import Background
+from router.gateway.choice import Piece
 from router.gateway.errors import ApiError
 from router.gateway.keys import OPEN
+from router.gateway.responses import ResponsesAnswer
 from router.gateway.text import Text
 from router.tenants import Tenant, hashed, read
+from tests.router.scripted import piece
 from tests.router.serving import MODEL, Played, application, serving
 from tests.router.test_http import three
 from transfer.messages import Request
@@ -216,6 +221,8 @@ async def test_keys_change_without_a_restart(gateway: Gateway, file: Path, caplo
     assert (await gateway.ask(BEAN)).status_code == 200
     write(file, acme={"keys": [hashed("another-key-01234567")]})
     gateway.now += 2
+    assert (await gateway.ask(ACME)).status_code == 200  # it may still be written
+    gateway.now += 2
     assert (await gateway.ask(ACME)).status_code == 401
     assert (await gateway.ask(BEAN)).status_code == 401
     assert (await gateway.ask("another-key-01234567")).status_code == 200
@@ -250,7 +257,7 @@ def test_use_counts_on_when_limits_change() -> None:
         ("tenants: {a: {keys: [], wieght: 2}}", "tenants.a.wieght: Extra inputs"),
         ("tenants: {a b: {keys: []}}", "tenants.a b"),
         ("[]", "valid dictionary"),
-        ("tenants: [", "no YAML, line 1"),
+        ("tenants: [", "no YAML, line "),
         ("tenants: {a: {keys: [], requests_per_minute: 0}}", "tenants.a.requests_per_minute: "),
     ],
 )
@@ -276,3 +283,46 @@ async def test_keys_by_themselves(text: Text) -> None:
     assert account is not None
     assert account.name == "default"
     assert keyring.account(BEAN) is None
+
+
+def test_no_salt_of_a_client_is_that_of_a_tenant() -> None:
+    """Whoever shares its cache chooses all of its salt, and could write what stands before a tenant's own."""
+    private = Account("victim", Tenant(keys=[]))
+    for other in (Account("b", Tenant(keys=[], cache="shared")), NOBODY):
+        assert other.salt(b"") == b""
+        for given in (b"", b"x"):
+            assert other.salt(private.salt(given)) != private.salt(given)
+        assert other.salt(b"a") != other.salt(b"b")
+
+
+async def test_what_goes_on_in_the_background_counts() -> None:
+    """It takes one of the tenant's places until it is over, not until its request is."""
+    account = Account("a", Tenant(keys=[], max_concurrent=1))
+    background = Background(8)
+    over = asyncio.Event()
+
+    async def pieces() -> AsyncGenerator[Piece, None]:
+        await over.wait()
+        yield piece("x", "stop")
+
+    before = accounts.current.set(account)
+    account.begin()
+    background.start("r", cast(ResponsesAnswer, Whole()), pieces())
+    account.end()
+    accounts.current.reset(before)
+    with pytest.raises(ApiError, match="max_concurrent"):
+        account.begin()
+    over.set()
+    while account.running:
+        await asyncio.sleep(0)
+    account.begin()
+
+
+class Whole:
+    """An answer that only takes what comes."""
+
+    over = True
+
+    async def whole(self, pieces: AsyncGenerator[Piece, None]) -> None:
+        async for _ in pieces:
+            pass
