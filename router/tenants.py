@@ -74,6 +74,5 @@ def read(file: Path) -> TenantsFile:
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         path = ".".join(str(part) for part in problem["loc"])
-        raise ValueError(
-            ": ".join(filter(None, (str(file), path, problem["msg"].removeprefix("Value error, "))))
-        ) from None
+        parts = str(file), path, problem["msg"].removeprefix("Value error, ")
+        raise ValueError(": ".join(part for part in parts if part)) from None

@@ -79,3 +79,29 @@ def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
 
 def test_the_default_is_one_pair() -> None:
     assert load(None, {}, {}).workers == [("prefill-0", "prefill"), ("decode-0", "decode")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gateway.api_keys": ["a secret word of some length"], "gateway.tls_key": "key.pem"},
+        {"gateway.api_keys": ["a secret word of some length"], "gateway.port": 65535, "gateway.replicas": 2},
+        {"gateway.api_keys": [1234567890123456789]},
+        {"gossip.key": ["a secret word of some length"]},
+    ],
+)
+def test_a_section_with_secrets_is_not_shown(flags: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(None, flags, {})
+    assert "secret" not in str(error.value)
+    assert "123456789" not in str(error.value)
+
+
+def test_text_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="^HEADWATER__GOSSIP__KEY: its value is not valid YAML$"):
+        load(None, {}, {"HEADWATER__GOSSIP__KEY": "@secret"})
+    file = tmp_path / "headwater.yaml"
+    file.write_text("gossip:\n  key: @secret\n")
+    with pytest.raises(ConfigError, match="line 2") as error:
+        load(file, {}, {})
+    assert "secret" not in str(error.value)
