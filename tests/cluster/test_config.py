@@ -98,7 +98,7 @@ def test_a_section_with_secrets_is_not_shown(flags: dict[str, object]) -> None:
 
 
 def test_text_that_cannot_be_read_is_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="^HEADWATER__GOSSIP__KEY: its value is not valid YAML$"):
+    with pytest.raises(ConfigError, match=r"^HEADWATER__GOSSIP__KEY: its value is not valid YAML$"):
         load(None, {}, {"HEADWATER__GOSSIP__KEY": "@secret"})
     file = tmp_path / "headwater.yaml"
     file.write_text("gossip:\n  key: @secret\n")
