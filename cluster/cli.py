@@ -7,20 +7,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 
 from cluster import running
 from cluster.batch_cli import batch
 from cluster.bench.cli import app as bench_app
 from cluster.cache_cli import app as cache_app
 from cluster.config import ClusterConfig, load, on_this_machine
-from cluster.deploy_cli import add_to
+from cluster.deploy_cli import Address, add_to, connected
 from cluster.errors import UserError
 from cluster.key_cli import app as key_app
 from cluster.signals import interruptible, on_signals
@@ -55,6 +57,7 @@ print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
 Press Ctrl-C to stop."""
+WATCH_S = 2.0
 LOSSY = "answers to prompts of which a part is cached may differ from those of the model"
 
 
@@ -213,26 +216,31 @@ def _resolve(name: str) -> Path:
 @app.command()
 def status(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    address: Annotated[
-        str | None, typer.Option(help="the Ray cluster; default: that of the last `headwater serve` here")
-    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="show it again every two seconds, until Ctrl-C")] = False,
+    address: Address = None,
 ) -> None:
-    """Show workers, load and cache."""
-    address = address or running.latest() or "auto"
-    import ray
+    """Show workers, load and cache, and what the controller does."""
+    with connected(address):
+        from cluster import status as workers
 
-    from cluster import status as workers
-    from cluster.connection import DEFAULT_NAME, connect
+        if watch:
+            _watch(workers.shown)
+        elif as_json:
+            typer.echo(json.dumps(workers.as_json(*workers.collected()), indent=2))
+        else:
+            Console().print(workers.as_tables(*workers.collected()))
 
+
+def _watch(shown: Callable[[], RenderableType]) -> None:
+    """Fill the terminal with what is shown, again and again."""
+    interruptible()  # Ray has installed its own
     try:
-        connect(address, logs=False)
-        statuses, known = workers.collect(DEFAULT_NAME), workers.report(DEFAULT_NAME)
-    finally:
-        ray.shutdown()
-    if as_json:
-        typer.echo(json.dumps(workers.as_json(statuses, known), indent=2))
-    else:
-        Console().print(workers.as_tables(statuses, known))
+        with Live(screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(shown(), refresh=True)
+                time.sleep(WATCH_S)
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
 
 
 @model_app.command()

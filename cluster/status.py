@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from cluster.config import gateway_names
-from cluster.connection import LaunchError
+from cluster.connection import DEFAULT_NAME, LaunchError
 from cluster.control import Control
 from cluster.tables import table
 from router.config import MAX_GATEWAYS
@@ -44,6 +44,19 @@ def collect(name: str) -> list[WorkerStatus]:
         except (ValueError, RayError):
             continue
     raise LaunchError(f"no Headwater cluster named {name!r} runs on this Ray cluster")
+
+
+def collected(name: str = DEFAULT_NAME) -> tuple[list[WorkerStatus], Report | None]:
+    """What the workers and the controller say. Raises LaunchError where there is no cluster."""
+    return collect(name), report(name)
+
+
+def shown() -> RenderableType:
+    """The tables, or why there are none at the moment."""
+    try:
+        return as_tables(*collected())
+    except LaunchError as error:
+        return str(error)
 
 
 def as_json(statuses: list[WorkerStatus], known: Report | None = None) -> dict[str, Any]:
