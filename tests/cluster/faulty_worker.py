@@ -251,7 +251,7 @@ class FaultyWorker(Worker):
     async def meet(self, name: str) -> None:
         """Call another worker. If what is known of it is a former life, that is found out now."""
         with contextlib.suppress(PeerDead):
-            await self._directory.call(name, "host", timeout=5.0)
+            await self._directory.call(name, "place", timeout=5.0)
 
     async def open_ends(self) -> list[str]:
         """What is under way: jobs, leases, transfers."""

@@ -117,6 +117,7 @@ def test_a_gateway_that_starts_late_knows_what_was_cached_before(wide: Cluster) 
     assert found(wide.urls[1], prompts, placed) >= 0.95
 
 
+@pytest.mark.long
 def test_a_killed_worker_gets_nothing_after_a_second_and_comes_back_with_nothing(wide: Cluster) -> None:
     prompts = [words(200 + seed) for seed in range(24)]
     placed = place(wide.url, prompts)

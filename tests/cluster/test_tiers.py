@@ -38,6 +38,7 @@ def total(answers: list[Answer], tier: str) -> int:
     return sum(tiers[tier] for _, tiers in answers)
 
 
+@pytest.mark.long
 def test_what_was_computed_is_found_below_and_after_a_restart(launch: Launch, tiny: Path, tmp_path: Path) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(3, 250) for _ in range(500)] for _ in range(PROMPTS)]
