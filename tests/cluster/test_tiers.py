@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import openai
+import pytest
 
 from cluster.launch import Cluster
 from tests.cluster.conftest import Launch
