@@ -174,14 +174,16 @@ class Controller:
     def report(self) -> Report:
         """What it knows and does. Raises LaunchError while there is no cluster."""
         cluster, keeper = self._running()
-        actors = []
-        for name, (state, lives, why) in keeper.lives().items():
-            spec = cluster.workers.get(name)
-            place = cluster.places.get(name)
+        known, actors = keeper.lives(), []
+        for name in cluster.names():
+            spec, place = cluster.workers.get(name), cluster.places.get(name)
             where = (place.host, place.node) if place is not None else ("", "")
-            shown = "leaving" if spec is not None and spec.leaving else state.value
             role = spec.role if spec is not None else "gateway"
-            actors.append(ActorReport(name, role, shown, *where, lives, why))
+            if name in known:
+                state, lives, why = known[name]
+                actors.append(ActorReport(name, role, state.value, *where, lives, why))
+            else:  # nobody looks after one that is to go, or to begin again
+                actors.append(ActorReport(name, role, "leaving", *where, 0, ""))
         why = self._planning.why if self._planning is not None else ""
         return Report(cluster.model_name, cluster.urls, actors, self._doing, why)
 
@@ -413,8 +415,11 @@ class Controller:
             time.sleep(1.0)
         try:
             placement.check(config, counts)
-        except LaunchError:
-            self._save()  # nobody wants more than there is
+        except LaunchError:  # nobody wants more than there is
+            if self._cluster is not None:
+                self._save()
+            else:
+                self._forget()
             raise
 
     @staticmethod
