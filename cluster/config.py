@@ -18,6 +18,7 @@ from typing_extensions import Self
 from cluster.errors import UserError
 from cluster.models import DEFAULT_MODEL
 from cluster.planner import PlannerConfig
+from router import strict_yaml
 from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
 from transfer.gossip.config import GossipConfig
@@ -125,7 +126,7 @@ def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     tree: dict[str, Any] = {}
     if file is not None:
         try:
-            content = yaml.safe_load(file.read_text()) or {}
+            content = strict_yaml.load(file.read_text()) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"--config {file}: {_where(error)}") from None
         if not isinstance(content, dict):
@@ -134,7 +135,7 @@ def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str]
     for name, text in environ.items():
         if name.startswith(ENV_PREFIX):
             try:
-                value = yaml.safe_load(text)
+                value = strict_yaml.load(text)
             except yaml.YAMLError:
                 raise ConfigError(f"{name}: its value is not valid YAML") from None
             _set(tree, name.removeprefix(ENV_PREFIX).lower().split("__"), value)

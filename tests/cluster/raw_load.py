@@ -23,9 +23,9 @@ class Reply:
     cached_tokens: int = 0
 
 
-def wanted(prompt: list[int], output: int) -> bytes:
+def wanted(prompt: list[int], output: int, model: str = MODEL) -> bytes:
     """The body of a streamed request."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
+    body = {"model": model, "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     return json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
 
 

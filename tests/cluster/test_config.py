@@ -71,7 +71,7 @@ def test_variables_of_ucx_from_the_environment() -> None:
 
 def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
-    for text in ("[1, 2]", "a: [", "just text"):
+    for text in ("[1, 2]", "a: [", "just text", "worker: {}\nworker: {}"):
         file.write_text(text)
         with pytest.raises(ConfigError, match=r"bad\.yaml"):
             load(file, {}, {})

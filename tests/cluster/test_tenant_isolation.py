@@ -19,10 +19,13 @@ from tests.cluster.test_failures import VOCABULARY
 LOUD, QUIET = "a" * 32, "b" * 32
 AT_ONCE = 20
 """Requests that the loud tenant keeps under way; the quiet one has one at a time."""
-PROMPT, OUTPUT = 700, 16
-SAMPLES, PAUSE_S, ROUNDS = 40, 0.5, 4
+PROMPT, OUTPUT = 256, 8
+STEP_TOKENS = 64
+"""Of the prompt, a quarter: the step under way is what nobody can go before."""
+SAMPLES, ROUNDS, PAUSES_S = 20, 2, (1.0, 2.5)
+"""The quiet tenant asks for less than its half of the prefill worker's time; of more it would get no more than that."""
 MAX_SLOWDOWN = 1.5
-PROBES = 400
+PROBES, PROBE_TOKENS = 400, 700
 draw = random.Random(3)
 
 
@@ -52,16 +55,20 @@ def p90(replies: list[Reply]) -> float:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_tenant_hardly_waits_for_one_that_asks_twenty_times_as_much(port: int) -> None:
-    """In turns, so that a machine that becomes slower favours neither side."""
+def test_a_tenant_hardly_waits_for_one_that_asks_twenty_times_as_much(launch: Launch, smollm: Path, keys: Path) -> None:
+    """In turns, so that a machine that becomes slower favours neither side. Each worker has a core, alone or not: what
+    is measured is who waits for whom."""
+    flags = {"worker__threads": 1, "worker__step_tokens": STEP_TOKENS, "worker__max_model_len": 1024}
+    cluster = launch(smollm, gateway__keys_file=keys, **flags)
+    port = int(cluster.url.rsplit(":", 1)[1])
 
     def body() -> bytes:
-        return wanted(fresh(PROMPT), OUTPUT)
+        return wanted(fresh(PROMPT), OUTPUT, cluster.model_name)
 
     async def quiet() -> list[Reply]:
         replies = []
         for _ in range(SAMPLES):
-            await asyncio.sleep(PAUSE_S * draw.random())
+            await asyncio.sleep(draw.uniform(*PAUSES_S))
             replies.append(await ask(port, body(), QUIET))
         return replies
 
@@ -71,22 +78,24 @@ def test_a_tenant_hardly_waits_for_one_that_asks_twenty_times_as_much(port: int)
         for _ in range(ROUNDS):
             alone += await quiet()
             loud = asyncio.create_task(closed_loop(port, body, AT_ONCE, 600, LOUD))
-            await asyncio.sleep(1)
+            await asyncio.sleep(5)
             beside += await quiet()
             assert not loud.done()
             loud.cancel()
             await asyncio.gather(loud, return_exceptions=True)
-            await asyncio.sleep(1)
+            await asyncio.sleep(3)
         return alone, beside
 
     alone, beside = asyncio.run(run())
     slowdown = p90(beside) / p90(alone)
     print(  # noqa: T201
-        f"\n{len(alone)} alone, {len(beside)} beside {AT_ONCE} at once: p90 of the first token {p90(alone) * 1000:.1f} "
-        f"and {p90(beside) * 1000:.1f} ms, {slowdown:.2f} times"
+        f"\n{len(alone)} alone, {len(beside)} beside {AT_ONCE} at once: p90 of the first token {p90(alone):.2f} "
+        f"and {p90(beside):.2f} s, {slowdown:.2f} times"
     )
     assert {one.status for one in beside} == {200}
     assert slowdown <= MAX_SLOWDOWN
+    assert_balance(cluster)
+    cluster.stop()
 
 
 @pytest.mark.long
@@ -100,7 +109,7 @@ def test_nobody_can_tell_what_another_tenant_has_cached(port: int) -> None:
 
     async def run() -> None:
         for known in sides:
-            prompt, other = fresh(PROMPT), fresh(PROMPT)
+            prompt, other = fresh(PROBE_TOKENS), fresh(PROBE_TOKENS)
             await ask(port, wanted(prompt if known else other, 2), LOUD)
             replies["known" if known else "new"].append(await ask(port, wanted(prompt, 2), QUIET))
             replies["own"].append(await ask(port, wanted(prompt if known else other, 2), LOUD))
@@ -116,6 +125,6 @@ def test_nobody_can_tell_what_another_tenant_has_cached(port: int) -> None:
     )
     # Its own prompts may begin with the same tokens by chance.
     assert max(one.cached_tokens for one in (*replies["known"], *replies["new"])) < 4
-    assert min(one.cached_tokens for one in replies["own"]) > PROMPT - 32
+    assert min(one.cached_tokens for one in replies["own"]) > PROBE_TOKENS - 32
     assert abs(difference) <= 3 * error
     assert means["new"] - means["own"] > 10 * error

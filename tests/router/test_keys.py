@@ -258,6 +258,7 @@ def test_use_counts_on_when_limits_change() -> None:
         ("tenants: {a b: {keys: []}}", "tenants.a b"),
         ("[]", "valid dictionary"),
         ("tenants: [", "no YAML, line "),
+        ("tenants:\n  secret: {keys: []}\n  b: {keys: []}\n  secret: {keys: []}", "line 4: .*has this key already"),
         ("tenants: {a: {keys: [], requests_per_minute: 0}}", "tenants.a.requests_per_minute: "),
     ],
 )
