@@ -15,7 +15,7 @@ class DuplicateKey(yaml.MarkedYAMLError):
     """A key that its mapping has already. It is not named: what is meant to be a value may be a secret."""
 
 
-class _Loader(_Base):  # type: ignore[misc]
+class _Loader(_Base):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:

@@ -10,6 +10,9 @@ nobody waits for ever. The others serve them
 4. hot before warm before cold: by the share of the prompt that is cached;
 5. in order of arrival.
 
+Priorities below 0 are for work that nobody waits for. While somebody else is served, or was lately, their prompts get a
+small part of a step: a step cannot be broken off, so its length is what everybody waits who comes meanwhile.
+
 A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
 both have in common. Whatever keeps it from beginning, at most `max_overtaken` later ones of its own tenant begin
 before it. One that cannot get its blocks also lets at most as many others begin, whosever they are. When a sequence
@@ -43,6 +46,10 @@ it, is left alone until the next step."""
 MAX_LOOKED_AT = 32
 """Prompts that turn out not to begin in a step, for whatever reason, before the queue is left alone: looking costs
 time. Those that are known to wait for another's beginning are not looked at."""
+PATIENT_PART = 8
+"""The part of a step's tokens that prompts of priorities below 0 get beside others."""
+BESIDE_STEPS = 256
+"""For so many steps after somebody was served who waits, the next one is expected."""
 PREFETCHED = 8
 """Queued prompts for which what lies on disk is brought nearer."""
 
@@ -87,6 +94,8 @@ class Scheduler:
         self._shares: defaultdict[int, FairShare] = defaultdict(FairShare)
         self._arrivals = count(1)
         self._prompt_steps = 0
+        self._steps = 0
+        self._served_at = -math.inf  # the step in which somebody was served who waits
         self._queues: dict[str, list[Sequence]] = {}
         self._short: set[Sequence] = set()
         self._heats: dict[Sequence, int] = {}
@@ -137,6 +146,9 @@ class Scheduler:
         budget = max(self._limits.step_tokens - len(decodes), 1)
         chunks, admitted = self._chunks(budget, self._limits.max_running - len(self.running) - incoming)
         self._prompt_steps += bool(chunks)
+        self._steps += 1
+        if any(work.sequence.request.priority >= 0 for work in chain(decodes, chunks)):
+            self._served_at = self._steps
         self._settle(chunks)
         self._heats.clear()
         waiting = (one for one in chain.from_iterable(self._queues.values()) if not one.prefetched)
@@ -173,14 +185,17 @@ class Scheduler:
         started = [one for one in self.running if one.remaining > 1 and one.load is None]
         begun = 0
         passed = _Passed()
+        patient = self._patient_room(budget)
         while budget > 0:
             queued = self._may_begin(passed) if begun < places else ()
-            if not (prompts := [*started, *queued]):
+            prompts = [one for one in chain(started, queued) if patient or one.request.priority >= 0]
+            if not prompts:
                 break
             sequence = self._first(prompts)
+            room = budget if sequence.request.priority >= 0 else min(budget, patient)
             if sequence.stage is Stage.RUNNING:
                 started.remove(sequence)
-            elif not self._should_start(sequence, budget, bool(chunks)):
+            elif not self._should_start(sequence, room, bool(chunks)):
                 passed.later[sequence.request.tenant].add(sequence)
                 continue
             elif not self._cache.admit(sequence, sequence.length):
@@ -193,9 +208,17 @@ class Scheduler:
                 if sequence.load is not None:
                     continue
                 admitted.append(sequence)
-            chunks.append(self._work(sequence, min(sequence.remaining, budget)))
+            chunks.append(self._work(sequence, min(sequence.remaining, room)))
             budget -= chunks[-1].count
+            patient -= chunks[-1].count if sequence.request.priority < 0 else 0
         return chunks, admitted
+
+    def _patient_room(self, budget: int) -> int:
+        """How much of a step's budget prompts may have that nobody waits for."""
+        beside = self._steps - self._served_at < BESIDE_STEPS or any(
+            one.request.priority >= 0 for one in chain(self.running, *self._queues.values())
+        )
+        return min(budget, max(1, self._limits.step_tokens // PATIENT_PART)) if beside else budget
 
     def _may_begin(self, passed: _Passed) -> Iterator[Sequence]:
         """The queued prompts that may begin, seen from those that did not. Nobody begins any more before one that lacks

@@ -108,7 +108,7 @@ def test_a_tenants_own_order_gives_it_nothing_over_others() -> None:
 
 def test_urgent_prompts_without_end_keep_nobody_for_ever() -> None:
     world = World(400, step_tokens=16, max_overtaken=4)
-    patient, steps = world.add(16, 1, tenant="patient", priority=-100), 0
+    patient, steps = world.add(16, 1, tenant="patient"), 0
     while patient not in world.finished:
         world.add(16, 1, tenant="urgent", priority=1)
         world.step()

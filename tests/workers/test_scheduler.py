@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.workers.world import SIZE, World
+from workers.scheduler import BESIDE_STEPS, BY_AGE, Work
 from workers.sequence import Sequence, Stage
 
 
@@ -358,13 +359,41 @@ def test_an_urgent_prompt_does_not_wait_for_a_beginning_that_less_urgent_work_co
 
 def test_the_oldest_prompt_gets_an_eighth_whatever_is_left_of_the_steps() -> None:
     world = World(4000, step_tokens=256, max_running=64)
-    old, steps = world.add(4000, 1, tenant="old", priority=-1), 0
+    old, steps = world.add(4000, 1, tenant="old", priority=0), 0
     while old not in world.finished:
         for _ in range(7):
-            world.add(36, 1, tenant="new")
+            world.add(36, 1, tenant="new", priority=1)
         world.step()
         steps += 1
     assert steps <= 8 * 4000 / 256
+
+
+def tokens_of(works: list[Work], *some: Sequence) -> int:
+    return sum(work.count for work in works if work.sequence in some)
+
+
+def test_what_nobody_waits_for_takes_little_of_a_step_beside_others() -> None:
+    world = World(4000, step_tokens=64)
+    bulk = [world.add(1000, 1, tenant="bulk", priority=-1) for _ in range(3)]
+    assert tokens_of(world.step(), *bulk) == 64  # alone it has all
+    waits = world.add(100, 3)
+    works = [world.step() for _ in range(4)]
+    assert [tokens_of(one, waits) for one in works] == [64, 36, 1, 1]
+    assert [tokens_of(one, *bulk) for one in works] == [0, 8, 8, 8]
+    assert waits in world.finished
+    after = [tokens_of(world.step(), *bulk) for _ in range(BESIDE_STEPS + 1)]
+    assert after == [8] * BESIDE_STEPS + [64]
+
+
+def test_what_nobody_waits_for_comes_to_its_end_beside_others() -> None:
+    world = World(4000, step_tokens=64, max_running=64)
+    bulk, steps = [world.add(200, 1, tenant="bulk", priority=-1) for _ in range(3)], 0
+    while not set(bulk) <= set(world.finished):
+        for _ in range(4):
+            world.add(30, 1)
+        world.step()
+        steps += 1
+    assert steps <= BY_AGE * (3 * 200 // 8 + 1)
 
 
 def test_tenants_get_their_shares_by_weight() -> None:
