@@ -1,6 +1,5 @@
 """Half an hour of mixed traffic with faults: what processes hold does not grow. `HEADWATER_SOAK_S` says how long."""
 
-import gc
 import os
 import random
 import sys
@@ -33,10 +32,14 @@ LEAST = {"rss": 32e6, "fds": 8, "threads": 3, "objects": 32, "nixl": 8}
 """So much may be added in any case."""
 
 
-def held(_: Any) -> dict[str, int]:
-    """Ray's objects that a process refers to, and what it has of NIXL: registrations, lists, transfers. Runs in it."""
-    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
-    return {"objects": len(counts), "nixl": sum(type(one).__module__.startswith("nixl") for one in gc.get_objects())}
+def held(actor: Any) -> dict[str, int]:
+    """Ray's objects that a process refers to, and what a worker has of NIXL: peers that it knows, writes under way. Runs
+    in it. (`gc.get_objects` would say more, but breaks tuples that other threads are making.)"""
+    found = {"objects": len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())}
+    if (loop := getattr(actor, "_transfer_loop", None)) is not None:
+        transfers = list(loop.sender._transfers.values()) + loop.sender._stuck
+        found["nixl"] = len(loop.transport._remotes) + sum(len(one.in_flight) for one in transfers)
+    return found
 
 
 @dataclass
