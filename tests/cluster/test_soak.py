@@ -33,7 +33,7 @@ LEAST = {"rss": 32e6, "fds": 8, "threads": 3, "objects": 32, "nixl": 8}
 
 
 def held(actor: Any) -> dict[str, int]:
-    """Ray's objects that a process refers to, and what a worker has of NIXL: peers that it knows, writes under way. Runs
+    """Ray's objects that a process refers to, and what a worker has of NIXL: peers it knows, writes under way. Runs
     in it. (`gc.get_objects` would say more, but breaks tuples that other threads are making.)"""
     found = {"objects": len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())}
     if (loop := getattr(actor, "_transfer_loop", None)) is not None:
