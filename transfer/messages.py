@@ -406,7 +406,7 @@ def _share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's own account of itself, as `headwater status` shows it."""
+    """A worker's own account of itself, as `headwater status` shows it. `metrics` is where they are served."""
 
     name: str
     role: str
@@ -431,6 +431,7 @@ class WorkerStatus:
     vocab_size: int
     fingerprint: str
     tiers: TierStatus | None = None
+    metrics: str = ""
 
 
 def check_whole(data: bytes | memoryview) -> None:

@@ -48,27 +48,30 @@ from transfer.messages import (
     WorkerStatus,
 )
 from transfer.nixl_transport import NixlTransport, agent_name
+from transfer.telemetry import SetUp, none
 from workers.arrivals import Arrivals
 from workers.config import TiersConfig, WorkerConfig
 from workers.cores import Cores, shared_cores
-from workers.engine.engine import Engine, Produced, StepPlan, StepResult
+from workers.engine.engine import Engine
 from workers.engine.model import Model
+from workers.engine.step import Produced, StepPlan, StepResult
 from workers.fetch import Fetch
 from workers.front import Front, Job
 from workers.gateways import TIMEOUT_S, Gateways
 from workers.handover import HandOver
 from workers.kv.tier_io import TierIO
 from workers.loop import Loop
+from workers.metrics import Metrics
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
 from workers.transfer import Event, TransferLoop
+from workers.watch import Watch
 
 _log = logging.getLogger(__name__)
 IDLE_RETRY_S = 0.01
 """Pause of an engine whose queued work cannot run yet."""
 SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
-WATCH_INTERVAL_S = 0.5
 NO_TIERS = TiersConfig()
 DRAIN_POLL_S = 0.02
 LEND_S, LEAVE_S = 1.0, 10.0
@@ -89,6 +92,7 @@ class Worker:
         transfer: TransferConfig,
         directory: Directory,
         tiers: TiersConfig = NO_TIERS,
+        telemetry: SetUp = none,
     ) -> None:
         self.name = name
         self.role = role
@@ -99,6 +103,7 @@ class Worker:
         self._transfer_config = transfer
         self._directory = directory
         self._tiers_config = tiers
+        self._set_up_telemetry = telemetry
         self._tier_io: TierIO | None = None
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
@@ -116,8 +121,9 @@ class Worker:
 
     async def start(self, threads: int | None = None) -> WorkerStatus:
         """Load the model, on `threads` CPU threads unless the configuration sets them, and begin to serve. Raises
-        StartError, TransportError, ModelUnsupported or ValueError for what cannot work."""
+        StartError, TransportError, ModelUnsupported, OSError or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._telemetry = self._set_up_telemetry(self.name)
         # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it. In a
         # process with more of these threads than cores, they sleep after each operator instead of spinning.
         with ThreadPoolExecutor(1, "load") as loader:
@@ -128,13 +134,14 @@ class Worker:
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, self._guides)
         front, directory, config = self._front, self._directory, self._transfer_config
-        self._handover = HandOver(self._peer, front, directory, config, self._speeds)
-        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
+        self._metrics = Metrics(self.name, self._engine, self._transfers)
+        self._handover = HandOver(self._peer, front, directory, config, self._speeds, self._metrics)
+        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers, self._metrics)
         block_size = self._engine.cache.block_size
         self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config)
         self._engine_loop.start()
         self._transfer_loop.start()
-        self._front.spawn(self._watch())
+        self._front.spawn(Watch(self.name, self._front, self._gateways, self._takeover, self.abort).run())
         self._state = "ready"
         return await self.status()
 
@@ -259,6 +266,7 @@ class Worker:
             max_model_len=engine.max_model_len,
             vocab_size=engine.model.vocab_size,
             fingerprint=engine.memory.layout.fingerprint,
+            metrics=self._telemetry.address,
         )
 
     # --- what gateways call -------------------------------------------------------------------------------------
@@ -406,8 +414,12 @@ class Worker:
                 self._front.from_thread(self._on_plan, plan)
             self._share_cores(plan)
             begun = time.monotonic()
+            for sequence in plan.began:
+                self._metrics.queued("prompt", begun - sequence.arrived_at)
             result = self._engine.run(plan.works, self._offer)
-            self._speeds.step(plan.works, time.monotonic() - begun)
+            took = time.monotonic() - begun
+            self._speeds.step(plan.works, took)
+            self._metrics.step(plan.works, took)
             if (tiers := self._engine.cache.tiers) is not None:
                 tiers.speeds.prompt_tokens_s = self._speeds.prompt_tokens_s
         except Exception as error:
@@ -478,31 +490,6 @@ class Worker:
             self._front.spawn(self._takeover.refuse(event))
         else:
             self._front.spawn(self._handover.ended(event))
-
-    # --- deadlines, leases, gateways ----------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Look after everything that could otherwise wait for ever."""
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            try:
-                await self._look_after()
-            except Exception:
-                # Whatever went wrong once must not leave everything unwatched from then on.
-                _log.exception("%s: watch failed", self.name)
-
-    async def _look_after(self) -> None:
-        now = time.monotonic()
-        jobs = list(self._front.jobs.values())
-        for job in [job for job in jobs if job.outcome is None and now > job.deadline]:
-            delta = Delta(job.id, 0, (), 0, error="deadline exceeded")
-            self._front.spawn(self._gateways.deliver(job.request.gateway, [delta], now + TIMEOUT_S))
-            await self.abort(job.id)
-        await self._takeover.check_leases()
-        gateways = {job.request.gateway for job in self._front.jobs.values()}
-        self._gateways.only(gateways)
-        for gateway in gateways:
-            self._front.spawn(self._gateways.check(gateway))
 
     async def _abort_gateway(self, gateway: str) -> None:
         """A gateway is gone, and with it whoever wanted its requests answered."""

@@ -19,7 +19,8 @@ from transfer.channel import TransportError
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError, PeerTimeout
 from transfer.messages import Outcome, Request, Reservation, Reserve, SamplingParams, Source, unpack_tokens
-from workers.engine.engine import Engine, Produced
+from workers.engine.engine import Engine
+from workers.engine.step import Produced
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.takeover import TakeOver

@@ -11,7 +11,8 @@ from typing import Any
 
 from transfer.guide import Guide, Guides
 from transfer.messages import Outcome, Request
-from workers.engine.engine import Engine, Reserved
+from workers.engine.engine import Engine
+from workers.engine.step import Reserved
 from workers.loop import Loop
 from workers.transfer import TransferLoop
 

@@ -16,6 +16,7 @@ from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError
 from transfer.messages import Outcome, Peer, Reservation, Reserve
 from workers.front import Front, Job
+from workers.metrics import Metrics
 from workers.speeds import SpeedMeter
 
 _log = logging.getLogger(__name__)
@@ -26,10 +27,17 @@ class HandOver:
     """Prompts on their way from this worker, which describes itself as `me`, to others."""
 
     def __init__(
-        self, me: Peer, front: Front, directory: Directory, config: TransferConfig, speeds: SpeedMeter
+        self,
+        me: Peer,
+        front: Front,
+        directory: Directory,
+        config: TransferConfig,
+        speeds: SpeedMeter,
+        metrics: Metrics,
     ) -> None:
         self._me = me
         self._speeds = speeds
+        self._metrics = metrics
         self._front = front
         self._directory = directory
         self._config = config
@@ -72,7 +80,10 @@ class HandOver:
         if job is not None and job.decode is not None:
             if isinstance(event, Sent) and job.computed_at is not None:
                 # A decode worker that had no room for a while says nothing about the way to it.
-                self._speeds.handed_over(time.monotonic() - max(job.computed_at, job.connected_at))
+                now = time.monotonic()
+                exposed = now - max(job.computed_at, job.connected_at)
+                self._speeds.handed_over(exposed)
+                self._metrics.transferred(now - job.connected_at, exposed)
             job.end(await self._outcome(job, job.decode, event))
 
     async def active(self, lease_id: str) -> bool:

@@ -32,10 +32,15 @@ CORS_MAX_AGE_S = 600
 
 
 def create_app(
-    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig, keyring: Keyring
+    service: Service,
+    ready: Callable[[], bool],
+    render: Callable[[], bytes],
+    config: GatewayConfig,
+    keyring: Keyring,
+    targets: Callable[[], list[dict[str, Any]]] = list,
 ) -> FastAPI:
     """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
-    `render` gives the metrics' text."""
+    `render` gives the metrics' text, and `targets` says where others have theirs."""
     app = FastAPI(title="Headwater", description="OpenAI-compatible gateway", docs_url="/docs", redoc_url=None)
     app.state.config = config
 
@@ -48,7 +53,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(ClientGone, _on_client_gone)
     _pass_through(app, config.cors_origins, keyring)
-    app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
+    app.include_router(_operator_routes(check_ready, render, targets), responses=ERRORS)
     app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
@@ -75,7 +80,9 @@ def _pass_through(app: FastAPI, origins: list[str], keyring: Keyring) -> None:
     app.add_middleware(Counted)
 
 
-def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes]) -> APIRouter:
+def _operator_routes(
+    check_ready: Callable[[], None], render: Callable[[], bytes], targets: Callable[[], list[dict[str, Any]]]
+) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/health")
@@ -90,6 +97,10 @@ def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(await asyncio.to_thread(render), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/metrics/targets")
+    async def metrics_targets() -> list[dict[str, Any]]:
+        return targets()
 
     return routes
 

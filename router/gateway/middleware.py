@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from opentelemetry import trace
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.gateway import metrics, request_id
+from router.gateway import metrics, observed, request_id
 from router.gateway.errors import failed
 from router.gateway.http import CLIENT_CLOSED, OUTCOME
 from router.gateway.keys import OPEN
@@ -61,9 +62,11 @@ class Counted:
             await send(message)
 
         metrics.started.add(1)
+        before = observed.arrived.set(time.monotonic())
         try:
             await self._app(scope, receive, noted)
         finally:
+            observed.arrived.reset(before)
             route = getattr(scope.get("route"), "path", "none")
             metrics.requests.add(1, {"route": route, "outcome": scope.get(OUTCOME) or _outcome(status)})
 
