@@ -40,8 +40,8 @@ JOIN_S = 5.0
 TELL_S = 5.0
 """How long gateways may take to hear who the workers are. One that takes longer hears it later."""
 ASK_S = 10.0
-DRAIN_END_S = 1.5
-"""What a gateway's drain may take beyond the time that requests are given: the end of the HTTP server."""
+DRAIN_END_S = 2.5
+"""What a gateway's drain may take beyond the time that requests are given: for the HTTP server's end, and traces."""
 
 
 @dataclass(frozen=True, slots=True)

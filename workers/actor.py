@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import socket
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from transfer import ucx
@@ -49,6 +45,7 @@ from transfer.messages import (
 )
 from transfer.nixl_transport import NixlTransport, agent_name
 from transfer.telemetry import SetUp, none
+from workers.account import Account
 from workers.arrivals import Arrivals
 from workers.config import TiersConfig, WorkerConfig
 from workers.cores import Cores, shared_cores
@@ -64,6 +61,7 @@ from workers.loop import Loop
 from workers.metrics import Metrics
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
+from workers.tracing import Traces
 from workers.transfer import Event, TransferLoop
 from workers.watch import Watch
 
@@ -74,6 +72,8 @@ SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
 NO_TIERS = TiersConfig()
 DRAIN_POLL_S = 0.02
+FLUSH_S = 1.0
+"""How long what is left of traces may take to be sent when the worker ends."""
 LEND_S, LEAVE_S = 1.0, 10.0
 """What others go on with is asked for within the first of these, and copied within the second."""
 
@@ -112,6 +112,7 @@ class Worker:
         self._transfers = TransferStats()
         self._speeds = SpeedMeter()
         self._arrivals = Arrivals()
+        self._traces = Traces(name)
         self._gossip: GossipNode | None = None
         self._gateways = Gateways(directory, self._abort_gateway)
 
@@ -134,11 +135,15 @@ class Worker:
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, self._guides)
         front, directory, config = self._front, self._directory, self._transfer_config
-        self._metrics = Metrics(self.name, self._engine, self._transfers)
-        self._handover = HandOver(self._peer, front, directory, config, self._speeds, self._metrics)
-        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers, self._metrics)
-        block_size = self._engine.cache.block_size
-        self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config)
+        engine, stats, speeds, traces = self._engine, self._transfers, self._speeds, self._traces
+        self._account = Account(
+            self.name, self._model_name, self.incarnation, engine, stats, speeds, self._telemetry.address
+        )
+        self._metrics = metrics = Metrics(self.name, engine, stats)
+        self._handover = HandOver(self._peer, front, directory, config, speeds, metrics)
+        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, stats, metrics, traces)
+        block_size = engine.cache.block_size
+        self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config, traces)
         self._engine_loop.start()
         self._transfer_loop.start()
         self._front.spawn(Watch(self.name, self._front, self._gateways, self._takeover, self.abort).run())
@@ -238,36 +243,11 @@ class Worker:
             await asyncio.to_thread(self._tier_io.stop, 5.0)
         if self._cores is not None:
             self._cores.close()
+        await asyncio.to_thread(self._telemetry.close, FLUSH_S)
 
     async def status(self) -> WorkerStatus:
         """This worker's account of itself."""
-        engine = self._engine
-        return WorkerStatus(
-            name=self.name,
-            role=self.role,
-            node=socket.gethostname(),
-            pid=os.getpid(),
-            state=self._state,
-            model=self._model_name,
-            incarnation=self.incarnation,
-            running=engine.running,
-            waiting=engine.waiting,
-            queued_tokens=self.queued_tokens,
-            prefix_cache=engine.cache.reuse,
-            blocks=engine.cache.counts(),
-            fragmentation=engine.cache.pool.fragmentation(),
-            cache=replace(engine.cache.stats),
-            transfer=replace(self._transfers),
-            speeds=self._speeds.now(self._transfers, engine.cache.tiers),
-            tiers=engine.cache.tiers.status() if engine.cache.tiers else None,
-            token_bytes=engine.memory.layout.token_bytes,
-            resident_bytes=psutil.Process().memory_info().rss,
-            block_size=engine.cache.block_size,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.model.vocab_size,
-            fingerprint=engine.memory.layout.fingerprint,
-            metrics=self._telemetry.address,
-        )
+        return self._account.status(self.role, self._state, self.queued_tokens)
 
     # --- what gateways call -------------------------------------------------------------------------------------
 
@@ -291,6 +271,7 @@ class Worker:
         outcome = asyncio.get_running_loop().create_future()
         job = Job(request, time.monotonic() + request.timeout_s, outcome=outcome)
         job.queued_tokens = max(1, request.prompt_tokens - dispatch.cached)
+        job.trace = self._traces.begin(request)
         self._front.jobs[job.id] = job
         try:
             guide = await self._front.guide(request)
@@ -303,6 +284,8 @@ class Worker:
                 self._handover.cancel(job.id, "aborted")
                 return await outcome
             job.decode = decode
+            if job.trace is not None:
+                job.trace.queued = time.time_ns()
             if not await self._front.on_engine(
                 lambda engine: self._add(engine, job, new_tokens, dispatch.cached, guide)
             ):
@@ -337,6 +320,7 @@ class Worker:
             return
         del self._front.jobs[request_id]
         job.end(Outcome("aborted"))
+        job.leaves("aborted")
         self._fetch.cancel(request_id)
         await self._takeover.release(job)
 
@@ -416,8 +400,10 @@ class Worker:
             begun = time.monotonic()
             for sequence in plan.began:
                 self._metrics.queued("prompt", begun - sequence.arrived_at)
+            traced = self._traces.starting(plan.works)
             result = self._engine.run(plan.works, self._offer)
             took = time.monotonic() - begun
+            self._traces.stepped(traced)
             self._speeds.step(plan.works, took)
             self._metrics.step(plan.works, took)
             if (tiers := self._engine.cache.tiers) is not None:
@@ -468,6 +454,8 @@ class Worker:
         until = 0.0
         for delta in deltas:
             if (job := self._front.jobs.get(delta.request_id)) is not None:
+                if job.trace is not None:
+                    job.trace.cached = delta.cached_tokens
                 by_gateway[job.request.gateway].append(delta)
                 until = max(until, job.deadline)
                 if delta.finish_reason is not None or delta.error is not None:
@@ -480,6 +468,7 @@ class Worker:
         self._front.jobs.pop(job.id, None)
         failed = Outcome("refused" if delta.refused else "failed", error=delta.error)
         job.end(failed if delta.error else Outcome("done"))
+        job.leaves("refused" if delta.refused else delta.error or "")
         if job.decode is not None:
             self._handover.forgo(job)
 

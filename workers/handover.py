@@ -69,7 +69,7 @@ class HandOver:
         longer than its only step has to spare."""
         job = self._front.jobs.get(request_id)
         if job is not None and not job.reserving:
-            job.reserving = True
+            job.reserving = time.time_ns()
             self._front.spawn(self._reserve(job))
 
     async def ended(self, event: Sent | SendFailed) -> None:
@@ -84,6 +84,10 @@ class HandOver:
                 exposed = now - max(job.computed_at, job.connected_at)
                 self._speeds.handed_over(exposed)
                 self._metrics.transferred(now - job.connected_at, exposed)
+            failure = event.reason if isinstance(event, SendFailed) else ""
+            if job.trace is not None and job.reserving:
+                job.trace.span("transfer", job.reserving, {"headwater.receiver": job.decode}, failure)
+            job.leaves(failure)
             job.end(await self._outcome(job, job.decode, event))
 
     async def active(self, lease_id: str) -> bool:

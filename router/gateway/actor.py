@@ -44,6 +44,8 @@ MEET_S = 3.0
 """How long a gateway that starts waits for news of all workers."""
 SERVER_END_S = 1.2
 """How long the HTTP server may take to end; see `server.CLOSING_S`."""
+FLUSH_S = 1.0
+"""How long what is left of traces may take to be sent behind that."""
 
 
 class Gateway:
@@ -189,6 +191,7 @@ class Gateway:
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=SERVER_END_S)
+        await asyncio.to_thread(self._telemetry.close, FLUSH_S)
         for task in (*self._tasks, *self._watched.values()):
             task.cancel()
         if self._gossip is not None:

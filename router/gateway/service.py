@@ -11,7 +11,7 @@ from typing import cast
 
 from llguidance import LLMatcher
 
-from router.gateway import accounts, metrics
+from router.gateway import accounts, metrics, tracing
 from router.gateway.choice import Choice, Piece
 from router.gateway.conversation import conversation, shown_tools
 from router.gateway.dispatch import Dispatcher
@@ -57,6 +57,7 @@ class Service:
         self.check_model(request.model)
         self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._chat, request)
+        tracing.asked("chat", request.model, made)
         return await self._tried(made, field)
 
     async def prompt_tokens(self, request: ChatRequest) -> int:
@@ -70,6 +71,7 @@ class Service:
         self.check_model(request.model)
         self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._completion, request)
+        tracing.asked("text_completion", request.model, made)
         return await self._tried(made, field)
 
     def check_model(self, name: str) -> None:
@@ -90,7 +92,7 @@ class Service:
     async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
         """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
         other choices begin once its first one has: then the prompt is cached."""
-        seen = Observed(len(jobs))
+        seen = Observed(jobs)
         if len(jobs) == 1:
             async with aclosing(self._answer(jobs[0], seen)) as answer:
                 async for piece in answer:
@@ -136,7 +138,7 @@ class Service:
 
     async def _answer(self, job: Job, seen: Observed) -> AsyncGenerator[Piece, None]:
         choice = self._choice(job)
-        given, last = 0, 0.0
+        given, last, reason = 0, 0.0, None
         account = accounts.current.get()
         try:
             async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
@@ -145,7 +147,7 @@ class Service:
                     if given:
                         metrics.token_gaps.record(now - last)
                     else:
-                        seen.begun(job.prompt_tokens, output.cached_tokens)
+                        seen.begun(job, output.cached_tokens)
                         account.used(job.prompt_tokens)
                     last = now
                     piece = choice.piece(output)
@@ -153,12 +155,12 @@ class Service:
                     account.used(len(output.tokens))
                     if job.empty:
                         piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
+                    reason = piece.finish_reason
                     yield piece
-                    if piece.finish_reason is not None:
-                        seen.ended()
+                    if reason is not None:
                         return
         finally:
-            metrics.output_tokens.add(given)  # at once: to count costs as much as to make a piece
+            seen.ended(job, given, reason)
 
     def _choice(self, job: Job) -> Choice:
         form = job.form
