@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from math import inf
 from threading import Thread
@@ -51,31 +52,44 @@ def serve(config: TelemetryConfig, name: str) -> Telemetry:
 
 def _trace(name: str) -> Callable[[float], None]:
     """Send spans where OpenTelemetry's own variables say; returns what ends that within some seconds."""
-    environ = os.environ
+    if not sends_traces(os.environ):
+        return lambda _: None
+    provider = tracer_provider(name)
+    trace.set_tracer_provider(provider)
+    return partial(end, provider)
+
+
+def sends_traces(environ: Mapping[str, str]) -> bool:
+    """Whether these variables of the environment say where traces go, and in a way that is supported."""
     wanted = environ.get("OTEL_TRACES_EXPORTER", "otlp") == "otlp" and environ.get("OTEL_SDK_DISABLED") != "true"
     if not wanted or not any(environ.get(variable) for variable in ENDPOINTS):
-        return lambda _: None
+        return False
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-    if protocol not in (None, "", "http/protobuf"):
-        _log.error(
-            "OTEL_EXPORTER_OTLP_PROTOCOL: %r is not supported, only http/protobuf is: nothing is traced", protocol
-        )
-        return lambda _: None
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    if protocol and protocol != "http/protobuf":
+        _log.error("OTEL_EXPORTER_OTLP_PROTOCOL: only http/protobuf is supported, not %r: nothing is traced", protocol)
+        return False
+    return True
+
+
+def tracer_provider(name: str) -> TracerProvider:
+    """One that samples and sends as the environment says, for the actor `name`."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter,  # where nobody wants it, unloaded
+    )
 
     resource = Resource.create({SERVICE_INSTANCE_ID: name})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "headwater"}))
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # that would wait for half a minute
     provider.add_span_processor(BatchSpanProcessor(_Quiet(OTLPSpanExporter())))
-    trace.set_tracer_provider(provider)
+    return provider
 
-    def close(seconds: float) -> None:
-        ending = Thread(target=provider.shutdown, daemon=True)
-        ending.start()
-        ending.join(seconds)
 
-    return close
+def end(provider: TracerProvider, seconds: float) -> None:
+    """Send what is left, but no longer than so many seconds."""
+    ending = Thread(target=provider.shutdown, daemon=True)
+    ending.start()
+    ending.join(seconds)
 
 
 class _Quiet(SpanExporter):

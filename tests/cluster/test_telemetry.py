@@ -1,7 +1,8 @@
-"""Metrics of every process of a cluster, as Prometheus finds and scrapes them."""
+"""Metrics of every process of a cluster, as Prometheus finds and scrapes them; traces that nobody takes."""
 
 import re
 import socket
+import time
 from collections import Counter
 from random import Random
 
@@ -12,6 +13,7 @@ from cluster import telemetry
 from cluster.config import TelemetryConfig
 from cluster.launch import Cluster
 from tests.cluster.checks import post
+from tests.cluster.conftest import free_port
 
 SAMPLE = re.compile(r"(headwater_\w+)(?:{(.*)})? (\S+)")
 PROMPT, OUTPUT = 200, 4
@@ -82,3 +84,55 @@ def test_a_port_that_is_taken_is_named() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"^telemetry.metrics_port: cannot listen on 127.0.0.1:{port}: Address"):
             telemetry.serve(TelemetryConfig(metrics_host="127.0.0.1", metrics_port=port), "prefill-0")
+
+
+def test_a_receiver_that_is_not_there_is_said_once_and_waited_for_by_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in {
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{free_port()}",
+        "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1",
+        "OTEL_BSP_SCHEDULE_DELAY": "20",
+        "OTEL_BSP_MAX_QUEUE_SIZE": "100",
+        "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "50",
+    }.items():
+        monkeypatch.setenv(name, value)
+    provider = telemetry.tracer_provider("prefill-0")
+    tracer = provider.get_tracer("tests")
+    took = []
+    for _ in range(1000):  # ten times what there is room for
+        begun = time.perf_counter()
+        tracer.start_span("one").end()
+        took.append(time.perf_counter() - begun)
+        time.sleep(0.0002)
+    begun = time.monotonic()
+    telemetry.end(provider, 0.3)
+    assert time.monotonic() - begun < 1.3
+    assert sorted(took)[len(took) // 2] < 0.001
+    assert [one.getMessage() for one in caplog.records] == ["traces cannot be sent, and are lost"]
+
+
+WHERE = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4318"}
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1"}, True),
+        ({"OTEL_SDK_DISABLED": "true"}, False),
+        ({"OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, True),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, False),
+        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}, True),
+    ],
+)
+def test_the_environment_says_whether_and_where(more: dict[str, str], wanted: bool) -> None:
+    assert telemetry.sends_traces({**WHERE, **more}) == wanted
+
+
+def test_what_is_not_supported_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    telemetry.sends_traces({**WHERE, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"})
+    (said,) = caplog.records
+    assert said.getMessage().startswith("OTEL_EXPORTER_OTLP_PROTOCOL: only http/protobuf is supported, not 'grpc'")
