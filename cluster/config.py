@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from cluster.errors import UserError
@@ -78,6 +78,14 @@ class TelemetryConfig(_Section):
     metrics_port: int = Field(
         0, ge=0, le=65535, description="port of a worker's metrics, where no machine has two workers; 0: any free one"
     )
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _can_be_reached(cls, value: str | None) -> str | None:
+        """Others are told this address."""
+        if value in ("0.0.0.0", "::"):
+            raise ValueError("names no address that could be scraped; leave it out for that of each worker's machine")
+        return value
 
 
 class ClusterConfig(_Section):

@@ -73,9 +73,8 @@ def sends_traces(environ: Mapping[str, str]) -> bool:
 
 def tracer_provider(name: str) -> TracerProvider:
     """One that samples and sends as the environment says, for the actor `name`."""
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
-        OTLPSpanExporter,  # where nobody wants it, unloaded
-    )
+    # Only here: to load it takes longer than all others together.
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     resource = Resource.create({SERVICE_INSTANCE_ID: name})
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):

@@ -10,7 +10,8 @@ from opentelemetry.trace import StatusCode
 
 from tests.telemetry import CALLER, SAMPLED, TRACE, own, samples, since, spans, traced
 from tests.workers.house import OUTPUT, STEP_TOKENS, Answer, House, until
-from transfer.messages import Outcome
+from tests.workers.test_fetch import PREFIX, alone, primed
+from transfer.messages import Outcome, Source
 from workers.tracing import Traces
 
 LONG = 3
@@ -113,6 +114,25 @@ def test_a_transfer_that_fails_is_an_error_and_the_prompt_is_computed_again(hous
     assert [one["worker"] for one in prefills] == ["p", "d"]
 
 
+def test_what_is_fetched_and_who_lends_it(house: House) -> None:
+    async def scenario() -> None:
+        request = replace(await primed(house, b"lent"), traceparent=SAMPLED)
+        assert (await alone(house, "p", request, Source("d", PREFIX)))[0] == "right"
+
+    traced().clear()
+    house.run(scenario())
+    found = {one.name: attributes(one) for one in spans()}
+    assert {name: one["worker"] for name, one in found.items()} == {
+        "fetch": "p",
+        "lend": "d",
+        "queue": "p",
+        "prefill": "p",
+        "decode": "p",
+    }
+    assert (found["fetch"]["source"], found["fetch"]["tokens"], found["lend"]["receiver"]) == ("d", PREFIX, "p")
+    assert found["prefill"]["cached_tokens"] == PREFIX
+
+
 def test_who_leaves_ends_its_spans(house: House) -> None:
     house.p._transfer_loop.transport.delay = lambda: 0.1
     traced().clear()
@@ -130,6 +150,24 @@ def test_who_leaves_ends_its_spans(house: House) -> None:
     assert found["transfer"].status.description == "aborted"
     assert not house.p._traces._open
     assert not house.d._traces._open
+
+
+def test_an_answer_that_nobody_wants_any_more_ends_its_spans(house: House) -> None:
+    traced().clear()
+
+    async def scenario() -> None:
+        request = house.request(1, b"long")
+        request = replace(request, sampling=replace(request.sampling, max_tokens=400), traceparent=SAMPLED)
+        left = house.once("deliver called", lambda: house.leave(request.request_id))
+        assert (await house.calls.call("p", "generate", request, None, timeout=5)).status == "aborted"
+        await left
+        await house.rest()
+
+    house.run(scenario())
+    found = {one.name: one.status.description for one in spans()}
+    last = "decode" if "decode" in found else "prefill"
+    assert found == {"queue": None, "prefill": None} | found | {last: "aborted"}
+    assert not house.p._traces._open
 
 
 def test_without_a_parent_nothing_is_noted(house: House) -> None:
