@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from typing_extensions import Self
 
 from cluster.errors import UserError
@@ -69,6 +69,25 @@ class BothConfig(_Section):
     resources: Resources = {}
 
 
+class TelemetryConfig(_Section):
+    """Where workers serve their metrics; gateways do at their own port."""
+
+    metrics_host: str | None = Field(
+        None, description="address to listen on; default: that of each worker's machine in the Ray cluster"
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="port of a worker's metrics, where no machine has two workers; 0: any free one"
+    )
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _can_be_reached(cls, value: str | None) -> str | None:
+        """Others are told this address."""
+        if value in ("0.0.0.0", "::"):
+            raise ValueError("names no address that could be scraped; leave it out for that of each worker's machine")
+        return value
+
+
 class ClusterConfig(_Section):
     """Everything a cluster can be told."""
 
@@ -83,6 +102,7 @@ class ClusterConfig(_Section):
     gateway: GatewayConfig = GatewayConfig()
     gossip: GossipConfig = GossipConfig()
     planner: PlannerConfig = PlannerConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
 
     @model_validator(mode="after")
     def _someone_answers(self) -> Self:
@@ -118,7 +138,8 @@ def gateway_names(count: int) -> list[str]:
 def on_this_machine(config: ClusterConfig) -> ClusterConfig:
     """The same, for a cluster that is started here: nobody else reaches it."""
     gossip = config.gossip.model_copy(update={"host": config.gossip.host or "127.0.0.1"})
-    return config.model_copy(update={"gossip": gossip})
+    telemetry = config.telemetry.model_copy(update={"metrics_host": config.telemetry.metrics_host or "127.0.0.1"})
+    return config.model_copy(update={"gossip": gossip, "telemetry": telemetry})
 
 
 def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ClusterConfig:

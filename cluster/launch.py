@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ JOIN_S = 5.0
 TELL_S = 5.0
 """How long gateways may take to hear who the workers are. One that takes longer hears it later."""
 ASK_S = 10.0
-DRAIN_END_S = 1.5
-"""What a gateway's drain may take beyond the time that requests are given: the end of the HTTP server."""
+DRAIN_END_S = 2.5
+"""What a gateway's drain may take beyond the time that requests are given: for the HTTP server's end, and traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,16 @@ class Cluster:
             ray.wait(calls, num_returns=len(calls), timeout=TELL_S)
 
     def _tell(self, gateway: Any) -> Any:
-        return gateway.expect.remote(list(self.workers.values()), self._version)
+        return gateway.expect.remote(list(self.workers.values()), self._version, self._addresses)
+
+    @property
+    def _addresses(self) -> dict[str, str]:
+        """Where the gateways that listen are reached from other machines, by name."""
+        host, places = self.config.gateway.host, dict(self.places)
+        there = [
+            (name, self._ports[name], places[name]) for name in self._gateways if name in self._ports.keys() & places
+        ]
+        return {name: f"{place.address if host == '0.0.0.0' else host}:{port}" for name, port, place in there}
 
     def heard(self, name: str, pulse: Pulse) -> None:
         """An actor has answered; a gateway that has missed who the workers are hears it once more."""
@@ -388,6 +398,7 @@ class Cluster:
         self.places |= dict(zip(self._gateways, places, strict=True))
         ports = self._all([one.start.remote(self._seeds) for one in self.gateways])
         self._ports = dict(zip(self._gateways, ports, strict=True))
+        self.tell()
 
     def _host(self, name: str) -> str:
         host = self.config.gateway.host
@@ -420,6 +431,7 @@ class Cluster:
                 config.transfer,
                 RayDirectory(self._name),
                 config.tiers,
+                partial(telemetry.serve, config.telemetry),
             )
         )
 

@@ -357,6 +357,11 @@ class View:
             self._look_up(worker, self._replicas)
         return not self._audible(worker, self.now())
 
+    def age(self, name: str) -> float | None:
+        """Seconds since a worker was heard of by gossip; None where it never was."""
+        heard = self._replicas.heard(name) if self._replicas is not None else None
+        return None if heard is None else max(0.0, self.now() - heard)
+
     def holdings(self, ladder: Ladder) -> Holdings:
         """How much of a prompt the workers hold."""
         depths = np.zeros(0, np.int32)

@@ -69,7 +69,7 @@ class Request:
     A higher `priority` is served first, and what it leaves in the cache is evicted last; `keep_s` seconds long that is
     only evicted when nothing else can be. Workers share their time fairly between `tenant`s, by `weight`. The last
     `answered` tokens of the prompt are output that an earlier attempt gave. With `embed` the answer is an embedding of
-    the prompt.
+    the prompt. Where it is traced, `traceparent` names the span that it belongs to.
     """
 
     request_id: str
@@ -84,6 +84,7 @@ class Request:
     weight: float = 1.0
     answered: int = 0
     embed: bool = False
+    traceparent: str = ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -406,7 +407,7 @@ def _share(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker's own account of itself, as `headwater status` shows it."""
+    """A worker's own account of itself, as `headwater status` shows it. `metrics` is where they are served."""
 
     name: str
     role: str
@@ -431,6 +432,7 @@ class WorkerStatus:
     vocab_size: int
     fingerprint: str
     tiers: TierStatus | None = None
+    metrics: str = ""
 
 
 def check_whole(data: bytes | memoryview) -> None:

@@ -10,18 +10,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
-import socket
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 
 from transfer import ucx
@@ -48,29 +44,36 @@ from transfer.messages import (
     WorkerStatus,
 )
 from transfer.nixl_transport import NixlTransport, agent_name
+from transfer.telemetry import SetUp, none
+from workers.account import Account
 from workers.arrivals import Arrivals
 from workers.config import TiersConfig, WorkerConfig
 from workers.cores import Cores, shared_cores
-from workers.engine.engine import Engine, Produced, StepPlan, StepResult
+from workers.engine.engine import Engine
 from workers.engine.model import Model
+from workers.engine.step import Produced, StepPlan, StepResult
 from workers.fetch import Fetch
 from workers.front import Front, Job
 from workers.gateways import TIMEOUT_S, Gateways
 from workers.handover import HandOver
 from workers.kv.tier_io import TierIO
 from workers.loop import Loop
+from workers.metrics import Metrics
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
+from workers.tracing import Traces
 from workers.transfer import Event, TransferLoop
+from workers.watch import Watch
 
 _log = logging.getLogger(__name__)
 IDLE_RETRY_S = 0.01
 """Pause of an engine whose queued work cannot run yet."""
 SWITCH_INTERVAL_S = 0.0005
 """How long one Python thread may keep another waiting: calls and tokens must not wait for the engine's Python."""
-WATCH_INTERVAL_S = 0.5
 NO_TIERS = TiersConfig()
 DRAIN_POLL_S = 0.02
+FLUSH_S = 1.0
+"""How long what is left of traces may take to be sent when the worker ends."""
 LEND_S, LEAVE_S = 1.0, 10.0
 """What others go on with is asked for within the first of these, and copied within the second."""
 
@@ -89,6 +92,7 @@ class Worker:
         transfer: TransferConfig,
         directory: Directory,
         tiers: TiersConfig = NO_TIERS,
+        telemetry: SetUp = none,
     ) -> None:
         self.name = name
         self.role = role
@@ -99,6 +103,7 @@ class Worker:
         self._transfer_config = transfer
         self._directory = directory
         self._tiers_config = tiers
+        self._set_up_telemetry = telemetry
         self._tier_io: TierIO | None = None
         self._engine_loop = Loop("engine", self._turn)
         self._state = "starting"
@@ -107,6 +112,7 @@ class Worker:
         self._transfers = TransferStats()
         self._speeds = SpeedMeter()
         self._arrivals = Arrivals()
+        self._traces = Traces(name)
         self._gossip: GossipNode | None = None
         self._gateways = Gateways(directory, self._abort_gateway)
 
@@ -116,8 +122,9 @@ class Worker:
 
     async def start(self, threads: int | None = None) -> WorkerStatus:
         """Load the model, on `threads` CPU threads unless the configuration sets them, and begin to serve. Raises
-        StartError, TransportError, ModelUnsupported or ValueError for what cannot work."""
+        StartError, TransportError, ModelUnsupported, OSError or ValueError for what cannot work."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
+        self._telemetry = self._set_up_telemetry(self.name)
         # In a thread that ends. OpenMP gives every thread that computes a team of its own, which stays with it. In a
         # process with more of these threads than cores, they sleep after each operator instead of spinning.
         with ThreadPoolExecutor(1, "load") as loader:
@@ -128,13 +135,18 @@ class Worker:
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         self._front = Front(self.name, self._engine, self._engine_loop, self._transfer_loop, self._guides)
         front, directory, config = self._front, self._directory, self._transfer_config
-        self._handover = HandOver(self._peer, front, directory, config, self._speeds)
-        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
-        block_size = self._engine.cache.block_size
-        self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config)
+        engine, stats, speeds, traces = self._engine, self._transfers, self._speeds, self._traces
+        self._account = Account(
+            self.name, self._model_name, self.incarnation, engine, stats, speeds, self._telemetry.address
+        )
+        self._metrics = metrics = Metrics(self.name, engine, stats)
+        self._handover = HandOver(self._peer, front, directory, config, speeds, metrics)
+        self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, stats, metrics, traces)
+        block_size = engine.cache.block_size
+        self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config, traces)
         self._engine_loop.start()
         self._transfer_loop.start()
-        self._front.spawn(self._watch())
+        self._front.spawn(Watch(self.name, self._front, self._gateways, self._takeover, self.abort).run())
         self._state = "ready"
         return await self.status()
 
@@ -231,35 +243,11 @@ class Worker:
             await asyncio.to_thread(self._tier_io.stop, 5.0)
         if self._cores is not None:
             self._cores.close()
+        await asyncio.to_thread(self._telemetry.close, FLUSH_S)
 
     async def status(self) -> WorkerStatus:
         """This worker's account of itself."""
-        engine = self._engine
-        return WorkerStatus(
-            name=self.name,
-            role=self.role,
-            node=socket.gethostname(),
-            pid=os.getpid(),
-            state=self._state,
-            model=self._model_name,
-            incarnation=self.incarnation,
-            running=engine.running,
-            waiting=engine.waiting,
-            queued_tokens=self.queued_tokens,
-            prefix_cache=engine.cache.reuse,
-            blocks=engine.cache.counts(),
-            fragmentation=engine.cache.pool.fragmentation(),
-            cache=replace(engine.cache.stats),
-            transfer=replace(self._transfers),
-            speeds=self._speeds.now(self._transfers, engine.cache.tiers),
-            tiers=engine.cache.tiers.status() if engine.cache.tiers else None,
-            token_bytes=engine.memory.layout.token_bytes,
-            resident_bytes=psutil.Process().memory_info().rss,
-            block_size=engine.cache.block_size,
-            max_model_len=engine.max_model_len,
-            vocab_size=engine.model.vocab_size,
-            fingerprint=engine.memory.layout.fingerprint,
-        )
+        return self._account.status(self.role, self._state, self.queued_tokens)
 
     # --- what gateways call -------------------------------------------------------------------------------------
 
@@ -283,6 +271,7 @@ class Worker:
         outcome = asyncio.get_running_loop().create_future()
         job = Job(request, time.monotonic() + request.timeout_s, outcome=outcome)
         job.queued_tokens = max(1, request.prompt_tokens - dispatch.cached)
+        job.trace = self._traces.begin(request)
         self._front.jobs[job.id] = job
         try:
             guide = await self._front.guide(request)
@@ -295,6 +284,8 @@ class Worker:
                 self._handover.cancel(job.id, "aborted")
                 return await outcome
             job.decode = decode
+            if job.trace is not None:
+                job.trace.queued = time.time_ns()
             if not await self._front.on_engine(
                 lambda engine: self._add(engine, job, new_tokens, dispatch.cached, guide)
             ):
@@ -329,6 +320,7 @@ class Worker:
             return
         del self._front.jobs[request_id]
         job.end(Outcome("aborted"))
+        job.leaves("aborted")
         self._fetch.cancel(request_id)
         await self._takeover.release(job)
 
@@ -406,8 +398,14 @@ class Worker:
                 self._front.from_thread(self._on_plan, plan)
             self._share_cores(plan)
             begun = time.monotonic()
+            for sequence in plan.began:
+                self._metrics.queued("prompt", begun - sequence.arrived_at)
+            traced = self._traces.starting(plan.works)
             result = self._engine.run(plan.works, self._offer)
-            self._speeds.step(plan.works, time.monotonic() - begun)
+            took = time.monotonic() - begun
+            self._traces.stepped(traced)
+            self._speeds.step(plan.works, took)
+            self._metrics.step(plan.works, took)
             if (tiers := self._engine.cache.tiers) is not None:
                 tiers.speeds.prompt_tokens_s = self._speeds.prompt_tokens_s
         except Exception as error:
@@ -456,6 +454,8 @@ class Worker:
         until = 0.0
         for delta in deltas:
             if (job := self._front.jobs.get(delta.request_id)) is not None:
+                if job.trace is not None:
+                    job.trace.cached = delta.cached_tokens
                 by_gateway[job.request.gateway].append(delta)
                 until = max(until, job.deadline)
                 if delta.finish_reason is not None or delta.error is not None:
@@ -468,6 +468,7 @@ class Worker:
         self._front.jobs.pop(job.id, None)
         failed = Outcome("refused" if delta.refused else "failed", error=delta.error)
         job.end(failed if delta.error else Outcome("done"))
+        job.leaves("refused" if delta.refused else delta.error or "")
         if job.decode is not None:
             self._handover.forgo(job)
 
@@ -478,31 +479,6 @@ class Worker:
             self._front.spawn(self._takeover.refuse(event))
         else:
             self._front.spawn(self._handover.ended(event))
-
-    # --- deadlines, leases, gateways ----------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Look after everything that could otherwise wait for ever."""
-        while True:
-            await asyncio.sleep(WATCH_INTERVAL_S)
-            try:
-                await self._look_after()
-            except Exception:
-                # Whatever went wrong once must not leave everything unwatched from then on.
-                _log.exception("%s: watch failed", self.name)
-
-    async def _look_after(self) -> None:
-        now = time.monotonic()
-        jobs = list(self._front.jobs.values())
-        for job in [job for job in jobs if job.outcome is None and now > job.deadline]:
-            delta = Delta(job.id, 0, (), 0, error="deadline exceeded")
-            self._front.spawn(self._gateways.deliver(job.request.gateway, [delta], now + TIMEOUT_S))
-            await self.abort(job.id)
-        await self._takeover.check_leases()
-        gateways = {job.request.gateway for job in self._front.jobs.values()}
-        self._gateways.only(gateways)
-        for gateway in gateways:
-            self._front.spawn(self._gateways.check(gateway))
 
     async def _abort_gateway(self, gateway: str) -> None:
         """A gateway is gone, and with it whoever wanted its requests answered."""

@@ -19,10 +19,12 @@ from transfer.channel import TransportError
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError, PeerTimeout
 from transfer.messages import Outcome, Request, Reservation, Reserve, SamplingParams, Source, unpack_tokens
-from workers.engine.engine import Engine, Produced
+from workers.engine.engine import Engine
+from workers.engine.step import Produced
 from workers.front import Front, Job
 from workers.handover import HandOver
 from workers.takeover import TakeOver
+from workers.tracing import Traces
 
 _log = logging.getLogger(__name__)
 MIN_S, PATIENCE = 2.0, 4.0
@@ -61,6 +63,7 @@ class Fetch:
         block_size: int,
         directory: Directory,
         config: TransferConfig,
+        traces: Traces,
     ) -> None:
         self._name = name
         self._front = front
@@ -69,6 +72,7 @@ class Fetch:
         self._block_size = block_size
         self._directory = directory
         self._config = config
+        self._traces = traces
         self._under_way: list[_UnderWay] = []
         self._late: dict[str, float] = {}
         self._promoting: dict[str, asyncio.Event] = {}
@@ -112,6 +116,7 @@ class Fetch:
             sampling=SamplingParams(max_tokens=1),
             timeout_s=min(request.timeout_s, patience),
         )
+        begun, why = time.time_ns(), ""
         one = _UnderWay(part, request.request_id, asyncio.create_task(self._bring(part, source.worker)))
         self._under_way.append(one)
         try:
@@ -123,8 +128,12 @@ class Fetch:
             if (job := self._front.jobs.pop(part.request_id, None)) is not None:
                 await self._takeover.release(job)
         if not _came(one.task):
-            why = "too late" if not one.task.done() or one.task.cancelled() else one.task.exception()
+            why = str("too late" if not one.task.done() or one.task.cancelled() else one.task.exception())
             _log.warning("request %s: nothing fetched from %s: %s", request.request_id, source.worker, why)
+        if (asker := self._front.jobs.get(request.request_id)) is not None and asker.trace is not None:
+            asker.trace.span(
+                "fetch", begun, {"headwater.source": source.worker, "headwater.tokens": source.tokens}, why
+            )
 
     async def lend(self, request: Request, reservation: Reservation, borrower: str) -> Outcome:
         """Write what is cached here of a prompt into the blocks that the worker `borrower` keeps for it. Returns when
@@ -132,6 +141,7 @@ class Fetch:
         outcome = asyncio.get_running_loop().create_future()
         deadline = time.monotonic() + request.timeout_s
         job = Job(request, deadline, outcome=outcome, decode=borrower, aside=True)
+        traced, begun = self._traces.begin(request), time.time_ns()
         if not await self._front.on_transfer(lambda loop: loop.sender.start(job.id, job.deadline)):
             return Outcome("failed", error=f"{self._name} cannot lend: the lease is over")
         self._front.jobs[job.id] = job
@@ -145,6 +155,9 @@ class Fetch:
         finally:
             if not outcome.done():
                 self._handover.cancel(job.id, "aborted")
+            if traced is not None:
+                lent = outcome.done() and outcome.result().status == "handed off"
+                traced.span("lend", begun, {"headwater.receiver": borrower}, "" if lent else "not lent")
 
     def promoted(self, request_id: str) -> None:
         """What a lower tier has of a prefix is on the device now, as far as it comes there."""

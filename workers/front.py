@@ -11,8 +11,10 @@ from typing import Any
 
 from transfer.guide import Guide, Guides
 from transfer.messages import Outcome, Request
-from workers.engine.engine import Engine, Reserved
+from workers.engine.engine import Engine
+from workers.engine.step import Reserved
 from workers.loop import Loop
+from workers.tracing import Trace
 from workers.transfer import TransferLoop
 
 _log = logging.getLogger(__name__)
@@ -22,17 +24,19 @@ _log = logging.getLogger(__name__)
 class Job:
     """One request on this worker; `deadline` is monotonic.
 
-    A job of `generate` has an `outcome` to set; `decode` names the worker that its prompt is handed to. A job of
+    A job of `generate` has an `outcome` to set; `decode` names the worker that its prompt is handed to, which was asked
+    for room at the time `reserving` (ns). A job of
     `reserve` has none; `reserved` is what it waits for, until its lease is open: None if it is aborted. A job that
     fetches has neither; `borrowed` is set when its lease has come to an end, one way or the other. One that lends or
     fetches is `aside`: no client asked for it. Before the engine knows it, `queued_tokens` are to be computed of it.
+    Those that are traced have a `trace`.
     """
 
     request: Request
     deadline: float
     outcome: asyncio.Future[Outcome] | None = None
     decode: str | None = None
-    reserving: bool = False
+    reserving: int = 0
     computed_at: float | None = None
     connected_at: float = 0.0
     aside: bool = False
@@ -40,6 +44,7 @@ class Job:
     refused: Outcome | None = None
     reserved: asyncio.Future[Reserved | None] | None = None
     borrowed: asyncio.Future[None] | None = None
+    trace: Trace | None = None
 
     @property
     def id(self) -> str:
@@ -50,6 +55,12 @@ class Job:
         """Set the outcome, unless there is none to set or somebody has set it before."""
         if self.outcome is not None and not self.outcome.done():
             self.outcome.set_result(outcome)
+
+    def leaves(self, error: str = "") -> None:
+        """This worker has nothing to do with it any more."""
+        if self.trace is not None:
+            self.trace.over(error)
+            self.trace = None
 
 
 class Front:

@@ -16,6 +16,7 @@ from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerError
 from transfer.messages import Outcome, Peer, Reservation, Reserve
 from workers.front import Front, Job
+from workers.metrics import Metrics
 from workers.speeds import SpeedMeter
 
 _log = logging.getLogger(__name__)
@@ -26,10 +27,17 @@ class HandOver:
     """Prompts on their way from this worker, which describes itself as `me`, to others."""
 
     def __init__(
-        self, me: Peer, front: Front, directory: Directory, config: TransferConfig, speeds: SpeedMeter
+        self,
+        me: Peer,
+        front: Front,
+        directory: Directory,
+        config: TransferConfig,
+        speeds: SpeedMeter,
+        metrics: Metrics,
     ) -> None:
         self._me = me
         self._speeds = speeds
+        self._metrics = metrics
         self._front = front
         self._directory = directory
         self._config = config
@@ -61,7 +69,7 @@ class HandOver:
         longer than its only step has to spare."""
         job = self._front.jobs.get(request_id)
         if job is not None and not job.reserving:
-            job.reserving = True
+            job.reserving = time.time_ns()
             self._front.spawn(self._reserve(job))
 
     async def ended(self, event: Sent | SendFailed) -> None:
@@ -72,7 +80,14 @@ class HandOver:
         if job is not None and job.decode is not None:
             if isinstance(event, Sent) and job.computed_at is not None:
                 # A decode worker that had no room for a while says nothing about the way to it.
-                self._speeds.handed_over(time.monotonic() - max(job.computed_at, job.connected_at))
+                now = time.monotonic()
+                exposed = now - max(job.computed_at, job.connected_at)
+                self._speeds.handed_over(exposed)
+                self._metrics.transferred(now - job.connected_at, exposed)
+            failure = event.reason if isinstance(event, SendFailed) else ""
+            if job.trace is not None and job.reserving:
+                job.trace.span("transfer", job.reserving, {"headwater.receiver": job.decode}, failure)
+            job.leaves(failure)
             job.end(await self._outcome(job, job.decode, event))
 
     async def active(self, lease_id: str) -> bool:

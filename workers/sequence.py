@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,10 +38,11 @@ class Behind:
 class Sequence:
     """Tokens, table and progress of a request.
 
-    `computed` tokens have their KV in the pool; `blocks[:shared_blocks]` belong to the radix cache (held by a pin on
-    `node`), the rest to this sequence. `hand_off` sequences stop after their first output token. The scheduler numbers
-    sequences by `arrival`, and counts later ones that begin before: in `overtaken` those of the same tenant that do not
-    rank higher, in `held_up` those of anybody while this one lacks blocks. A queued one may be `behind` another.
+    It came at `arrived_at` (monotonic). `computed` tokens have their KV in the pool; `blocks[:shared_blocks]` belong to
+    the radix cache (held by a pin on `node`), the rest to this sequence. `hand_off` sequences stop after their first
+    output token. The scheduler numbers sequences by `arrival`, and counts later ones that begin before: in `overtaken`
+    those of the same tenant that do not rank higher, in `held_up` those of anybody while this one lacks blocks. While
+    it is queued it may be `behind` another.
     Of a hand-off, `offered_blocks` have been offered to the peer, and of those behind them the first `offered_layers`.
     While a `load` brings cached blocks from a lower tier to its table, it waits; of its cached tokens `loaded` came so,
     from host memory and from disk. What lies on disk may have been `prefetched` to host memory before.
@@ -54,6 +56,7 @@ class Sequence:
         self.hand_off = hand_off
         self.stage = Stage.WAITING
         self.arrival = 0
+        self.arrived_at = time.monotonic()
         self.overtaken = 0
         self.held_up = 0
         self.behind: Behind | None = None

@@ -14,8 +14,10 @@ from transfer.channel import Accepted, Lease, Refused
 from transfer.config import TransferConfig
 from transfer.directory import Directory, PeerDead, PeerError
 from transfer.messages import Outcome, Reservation, Reserve, TransferStats
-from workers.engine.engine import Reserved
+from workers.engine.step import Reserved
 from workers.front import Front, Job
+from workers.metrics import Metrics
+from workers.tracing import Traces
 
 _log = logging.getLogger(__name__)
 SETTLE_RETRY_S = 0.25
@@ -35,6 +37,8 @@ class TakeOver:
         directory: Directory,
         config: TransferConfig,
         stats: TransferStats,
+        metrics: Metrics,
+        traces: Traces,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -42,13 +46,16 @@ class TakeOver:
         self._directory = directory
         self._config = config
         self._stats = stats
+        self._metrics = metrics
+        self._traces = traces
 
     async def reserve(self, reserve: Reserve) -> Reservation | Outcome:
         """Keep blocks for a prompt and open a lease on them. Waits for blocks as long as the request may wait; the
         answer is an Outcome when they are not to be had."""
-        request = reserve.request
-        job = Job(request, time.monotonic() + request.timeout_s)
+        request, asked_at = reserve.request, time.monotonic()
+        job = Job(request, asked_at + request.timeout_s)
         job.reserved = asyncio.get_running_loop().create_future()
+        job.trace, begun = self._traces.begin(request), time.time_ns()
         self._front.jobs[job.id] = job
         try:
             guide = await self._front.guide(request)
@@ -65,6 +72,9 @@ class TakeOver:
             # check and the opening of the lease, so that an abort finds either no reservation or a lease.
             return Outcome("aborted")
         job.reserved = None
+        self._metrics.queued("reservation", time.monotonic() - asked_at)
+        if job.trace is not None:
+            job.trace.span("reserve", begun, {"headwater.blocks": len(reserved.blocks)})
         return await self._open(reserve, reserved)
 
     async def borrow(self, job: Job, reserve: Reserve) -> Reservation | None:

@@ -8,9 +8,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -23,6 +24,7 @@ from router.gateway.jobs import Limits
 from router.gateway.parsers import reasoning_parser, tool_parser
 from router.gateway.server import ServerConfig
 from router.gateway.service import Service
+from router.gateway.targets import targets
 from router.gateway.text import Text
 from router.gateway.trial import Trials
 from router.route import Router
@@ -33,6 +35,7 @@ from transfer.gossip.frames import ROUTER, Address, Notice
 from transfer.gossip.node import Event, GossipNode
 from transfer.gossip.replicas import Replicas
 from transfer.messages import Delta, Place, Pulse, WorkerSpec, WorkerStatus
+from transfer.telemetry import SetUp
 
 _log = logging.getLogger(__name__)
 HEARTBEAT_S = 0.5
@@ -41,10 +44,12 @@ MEET_S = 3.0
 """How long a gateway that starts waits for news of all workers."""
 SERVER_END_S = 1.2
 """How long the HTTP server may take to end; see `server.CLOSING_S`."""
+FLUSH_S = 1.0
+"""How long what is left of traces may take to be sent behind that."""
 
 
 class Gateway:
-    """One gateway. `telemetry` sets metrics up in this process and returns what renders them."""
+    """One gateway."""
 
     def __init__(
         self,
@@ -55,9 +60,9 @@ class Gateway:
         router: RouterConfig,
         gossip: GossipConfig,
         directory: Directory,
-        telemetry: Callable[[], Callable[[], bytes]],
+        telemetry: SetUp,
     ) -> None:
-        self._render = telemetry()
+        self._telemetry = telemetry(name)
         self._config = config
         self._directory = directory
         self._model = model
@@ -72,6 +77,7 @@ class Gateway:
         self._router = Router(self._view, router, name, numbers_from=self._incarnation)
         self._router.expect(workers)
         self._version = 0
+        self._gateways: dict[str, str] = {}
         self._dispatcher = Dispatcher(name, self._router, directory, router, config, self._notify)
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
@@ -109,7 +115,7 @@ class Gateway:
         trials = Trials(self._text, limits.vocab_size)
         service = Service(self._text, self._dispatcher, limits, trials, tools, reasoning)
         keyring = Keyring((one.get_secret_value() for one in self._config.api_keys), self._config.keys_file)
-        app = create_app(service, self._ready, self._render, self._config, keyring)
+        app = create_app(service, self._ready, self._telemetry.render, self._config, keyring, self._targets)
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._watch_all()
@@ -118,12 +124,13 @@ class Gateway:
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
         return int(listener.getsockname()[1])
 
-    async def expect(self, specs: list[WorkerSpec], version: int) -> None:
-        """Who the workers are from now on, unless a later version is known. What one that is gone still had to do goes
-        on elsewhere. Returns when those that have just begun have been heard of, which may take some seconds."""
+    async def expect(self, specs: list[WorkerSpec], version: int, gateways: dict[str, str]) -> None:
+        """Who the workers are from now on, and where `gateways` listen, unless a later version is known. What one that
+        is gone still had to do goes on elsewhere. Returns when those that have just begun have been heard of, which may
+        take some seconds."""
         if version <= self._version:
             return
-        self._version = version
+        self._version, self._gateways = version, gateways
         self._router.expect(specs)
         if self._server is not None:
             self._watch_all()
@@ -184,6 +191,7 @@ class Gateway:
         if self._server is not None:
             self._server.should_exit = True
             await asyncio.wait(self._tasks[:1], timeout=SERVER_END_S)
+        await asyncio.to_thread(self._telemetry.close, FLUSH_S)
         for task in (*self._tasks, *self._watched.values()):
             task.cancel()
         if self._gossip is not None:
@@ -204,6 +212,10 @@ class Gateway:
     def _on_gossip(self, event: Event) -> None:
         if isinstance(event, Notice):
             self._router.notice(event)
+
+    def _targets(self) -> list[dict[str, Any]]:
+        scheme = "https" if self._config.tls_certificate is not None else "http"
+        return targets(self._view.workers.values(), self._gateways, scheme)
 
     def _ready(self) -> bool:
         return self._view.ready and not self._draining

@@ -20,7 +20,7 @@ from router.gateway.answers import ChatAnswer, CompletionAnswer
 from router.gateway.errors import ApiError, invalid, unavailable
 from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, respond
 from router.gateway.keys import Keys
-from router.gateway.middleware import Bugs, Counted, RequestIds
+from router.gateway.middleware import Bugs, Counted, RequestIds, Traced
 from router.gateway.openapi import ERRORS, body_of, document
 from router.gateway.plans import PLAN_HEADER, plans
 from router.gateway.schemas.chat import ChatRequest
@@ -29,14 +29,27 @@ from router.gateway.service import Service
 
 CORS_MAX_AGE_S = 600
 """How long a browser may remember what it was allowed."""
+NOT_FASTAPIS: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+"""It measures requests itself, too; ours say more under fewer names, and nothing of what clients send."""
 
 
 def create_app(
-    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig, keyring: Keyring
+    service: Service,
+    ready: Callable[[], bool],
+    render: Callable[[], bytes],
+    config: GatewayConfig,
+    keyring: Keyring,
+    targets: Callable[[], list[dict[str, Any]]] = list,
 ) -> FastAPI:
     """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
-    `render` gives the metrics' text."""
-    app = FastAPI(title="Headwater", description="OpenAI-compatible gateway", docs_url="/docs", redoc_url=None)
+    `render` gives the metrics' text, and `targets` says where others have theirs."""
+    app = FastAPI(
+        title="Headwater",
+        description="OpenAI-compatible gateway",
+        docs_url="/docs",
+        redoc_url=None,
+        telemetry=NOT_FASTAPIS,
+    )
     app.state.config = config
 
     def check_ready() -> None:
@@ -48,7 +61,7 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(ClientGone, _on_client_gone)
     _pass_through(app, config.cors_origins, keyring)
-    app.include_router(_operator_routes(check_ready, render), responses=ERRORS)
+    app.include_router(_operator_routes(check_ready, render, targets), responses=ERRORS)
     app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
@@ -72,10 +85,13 @@ def _pass_through(app: FastAPI, origins: list[str], keyring: Keyring) -> None:
             max_age=CORS_MAX_AGE_S,
         )
     app.add_middleware(RequestIds)
+    app.add_middleware(Traced)
     app.add_middleware(Counted)
 
 
-def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes]) -> APIRouter:
+def _operator_routes(
+    check_ready: Callable[[], None], render: Callable[[], bytes], targets: Callable[[], list[dict[str, Any]]]
+) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/health")
@@ -90,6 +106,10 @@ def _operator_routes(check_ready: Callable[[], None], render: Callable[[], bytes
     @routes.get("/metrics", response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(await asyncio.to_thread(render), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @routes.get("/metrics/targets")
+    async def metrics_targets() -> list[dict[str, Any]]:
+        return targets()
 
     return routes
 

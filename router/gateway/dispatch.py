@@ -12,12 +12,13 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, field, replace
+from itertools import count
 
-from opentelemetry import trace
+from opentelemetry.trace import Span
 
 from router.admission import Admission
 from router.config import GatewayConfig, RouterConfig
-from router.gateway import errors, metrics
+from router.gateway import errors, metrics, tracing
 from router.gateway.errors import ApiError, failed, invalid, overloaded, unavailable
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, DECODE, PREFILL
@@ -25,6 +26,7 @@ from transfer.directory import Directory, PeerDead, PeerError
 from transfer.gossip.frames import Notice
 from transfer.messages import Delta, Outcome, Plan, Request, SamplingParams, TokenLogprobs, pack_tokens
 from transfer.prefix import PrefixChain
+from transfer.tracing import carried
 
 _log = logging.getLogger(__name__)
 ABORT_TIMEOUT_S = 5.0
@@ -85,6 +87,7 @@ class _Attempt:
     request: Request
     plan: Plan
     ticket: Ticket
+    span: Span
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     begun: bool = False
     finished: bool = False
@@ -165,43 +168,51 @@ class Dispatcher:
         self.in_flight += 1
         try:
             left, full, moves = self._router_config.attempts, MAX_FULL, MAX_MOVES
-            while True:
-                attempt = self._start(prompt, sampling, sent, deadline, avoid)
-                try:
-                    async for delta in self._ordered(attempt, deadline, allowed):
-                        first = first or delta
-                        if not attempt.begun:
-                            self._computed(attempt, prompt.chain, delta.cached_tokens)
-                        sent.extend(delta.tokens)
-                        attempt.finished = delta.finish_reason is not None
-                        if attempt.finished:
-                            self._holds(attempt, prompt, sent)
-                        if wait.open and (attempt.finished or len(sent) > 1):
-                            wait.answered()  # the first token alone does not say that there is room to decode
-                        yield _output(delta, first)
-                        if attempt.finished:
-                            return
-                except AttemptFailed as error:
-                    if error.moved and moves:
-                        moves -= 1
-                        if sent and (attempt.handed_off or attempt.plan.decode is None):
-                            self._holds(attempt, prompt, sent)
-                        continue
-                    _log.warning("request %s: %s", attempt.request.request_id, error)
-                    left, full = (left, full - 1) if error.busy else (left - 1, full)
-                    if not full or (error.busy and error.workers <= avoid):  # it was asked again: there are no others
-                        raise overloaded(str(error)) from None
-                    if not left:
-                        raise failed(f"the request could not be completed: {error}") from None
-                    avoid |= error.workers
-                finally:
-                    self._end(attempt)
+            for number in count(1):
+                with tracing.attempt(number) as span:
+                    attempt = self._start(prompt, sampling, sent, deadline, avoid, span)
+                    try:
+                        async for delta in self._ordered(attempt, deadline, allowed):
+                            first = first or delta
+                            if not attempt.begun:
+                                self._computed(attempt, prompt.chain, delta.cached_tokens)
+                            sent.extend(delta.tokens)
+                            attempt.finished = delta.finish_reason is not None
+                            if attempt.finished:
+                                self._holds(attempt, prompt, sent)
+                            if wait.open and (attempt.finished or len(sent) > 1):
+                                wait.answered()  # the first token alone does not say that there is room to decode
+                            yield _output(delta, first)
+                            if attempt.finished:
+                                return
+                    except AttemptFailed as error:
+                        tracing.failed(span, str(error), error.moved)
+                        if error.moved and moves:
+                            moves -= 1
+                            if sent and (attempt.handed_off or attempt.plan.decode is None):
+                                self._holds(attempt, prompt, sent)
+                            continue
+                        _log.warning("request %s: %s", attempt.request.request_id, error)
+                        left, full = (left, full - 1) if error.busy else (left - 1, full)
+                        if not full or (error.busy and error.workers <= avoid):  # it was asked again
+                            raise overloaded(str(error)) from None
+                        if not left:
+                            raise failed(f"the request could not be completed: {error}") from None
+                        avoid |= error.workers
+                    finally:
+                        self._end(attempt)
         finally:
             wait.left()
             self.in_flight -= 1
 
     def _start(
-        self, prompt: Prompt, sampling: SamplingParams, sent: list[int], deadline: float, avoid: frozenset[str]
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        sent: list[int],
+        deadline: float,
+        avoid: frozenset[str],
+        span: Span,
     ) -> _Attempt:
         if sent:  # what was asked about the prompt has been told
             sampling = replace(sampling, max_tokens=sampling.max_tokens - len(sent), prompt_logprobs=None)
@@ -218,9 +229,12 @@ class Dispatcher:
             weight=prompt.weight,
             answered=len(sent),
             embed=prompt.embed,
+            traceparent=carried(span),
         )
+        begun = time.time_ns()
         plan, avoid = self._plan(prompt, request, avoid)
-        attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request))
+        tracing.routed(span, request.request_id, begun, plan)
+        attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request), span)
         self._attempts[request.request_id] = attempt
         self._spawn(self._carry_out(attempt, prompt, avoid))
         return attempt
@@ -245,7 +259,7 @@ class Dispatcher:
         try:
             await self._run(attempt, prompt, avoid)
         except Exception as error:
-            attempt.queue.put_nowait(AttemptFailed(f"internal error: {error!r}", attempt.workers))
+            attempt.queue.put_nowait(AttemptFailed(f"internal error: {type(error).__name__}", attempt.workers))
             raise
 
     async def _run(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str]) -> None:
@@ -317,10 +331,12 @@ class Dispatcher:
     def _again(self, attempt: _Attempt, prompt: Prompt, avoid: frozenset[str], local_tokens: int | None) -> bool:
         """Plan for other workers; False when there are none."""
         tokens, generate = attempt.request.prompt_tokens, attempt.request.sampling.max_tokens > 1
+        begun = time.time_ns()
         try:
             attempt.plan = self._router.plan(prompt.chain, tokens, generate, avoid, local_tokens)
         except NoWorkers:
             return False
+        tracing.routed(attempt.span, attempt.request.request_id, begun, attempt.plan)
         attempt.ticket, attempt.begun = self._dispatch(attempt.plan, prompt, attempt.request), False
         return True
 
@@ -330,7 +346,6 @@ class Dispatcher:
         self._notify(ticket.notice)
         _log.debug("request %s: %s", request.request_id, plan)
         prompt.plans.append(plan)
-        trace.get_current_span().add_event("headwater.plan", {"request_id": request.request_id, "plan": repr(plan)})
         return ticket
 
     def _holds(self, attempt: _Attempt, prompt: Prompt, sent: list[int]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from router.gateway import accounts
+from router.gateway import accounts, tracing
 from router.gateway.dispatch import Prompt
 from router.gateway.jobs import Job, check_allowed, check_length, check_priority
 from router.gateway.schemas.embeddings import EmbeddingRequest
@@ -23,6 +23,7 @@ async def embed(service: Service, request: EmbeddingRequest) -> dict[str, Any]:
     service.check_model(request.model)
     service.admit(request.tenant)
     jobs = _jobs(service, request, await service.tokenized(request.input, "input"))
+    tracing.asked("embeddings", request.model, jobs)
     vectors = [b""] * len(jobs)
     usage = Usage(jobs)
     async for piece in service.pieces(jobs):

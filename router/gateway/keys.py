@@ -10,7 +10,7 @@ from router.gateway.accounts import Account, Keyring
 from router.gateway.errors import ApiError
 from router.gateway.messages import error_body
 
-OPEN = ("/health", "/ready", "/metrics", "/docs", "/docs/oauth2-redirect", "/openapi.json")
+OPEN = ("/health", "/ready", "/metrics", "/metrics/targets", "/docs", "/docs/oauth2-redirect", "/openapi.json")
 """Paths for operators and browsers, which tell nothing of requests."""
 MESSAGES = "/v1/messages"
 

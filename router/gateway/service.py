@@ -11,13 +11,14 @@ from typing import cast
 
 from llguidance import LLMatcher
 
-from router.gateway import accounts, metrics
+from router.gateway import accounts, metrics, tracing
 from router.gateway.choice import Choice, Piece
 from router.gateway.conversation import conversation, shown_tools
 from router.gateway.dispatch import Dispatcher
 from router.gateway.errors import ApiError, invalid
 from router.gateway.guides import grammar
 from router.gateway.jobs import Form, Job, Limits, Wanted, jobs
+from router.gateway.observed import Observed
 from router.gateway.parsers import ReasoningParser, ToolParser, ToolSpec
 from router.gateway.schemas.chat import ChatRequest, NamedTool
 from router.gateway.schemas.common import Sampling
@@ -56,6 +57,7 @@ class Service:
         self.check_model(request.model)
         self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._chat, request)
+        tracing.asked("chat", request.model, made)
         return await self._tried(made, field)
 
     async def prompt_tokens(self, request: ChatRequest) -> int:
@@ -69,6 +71,7 @@ class Service:
         self.check_model(request.model)
         self.admit(request.tenant, request.priority or 0)
         made, field = await asyncio.to_thread(self._completion, request)
+        tracing.asked("text_completion", request.model, made)
         return await self._tried(made, field)
 
     def check_model(self, name: str) -> None:
@@ -89,14 +92,15 @@ class Service:
     async def pieces(self, jobs: Sequence[Job]) -> AsyncGenerator[Piece, None]:
         """The answers of all jobs, interleaved as they come. Closing the iterator aborts what still runs. A prompt's
         other choices begin once its first one has: then the prompt is cached."""
+        seen = Observed(jobs)
         if len(jobs) == 1:
-            async with aclosing(self._answer(jobs[0])) as answer:
+            async with aclosing(self._answer(jobs[0], seen)) as answer:
                 async for piece in answer:
                     yield piece
             return
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         begun = {job.source: asyncio.Event() for job in jobs}
-        tasks = [asyncio.create_task(self._feed(job, queue, begun[job.source])) for job in jobs]
+        tasks = [asyncio.create_task(self._feed(job, seen, queue, begun[job.source])) for job in jobs]
         try:
             open_jobs = len(jobs)
             while open_jobs:
@@ -118,11 +122,13 @@ class Service:
             await self._trials.check(text, field)
         return made
 
-    async def _feed(self, job: Job, queue: asyncio.Queue[Piece | BaseException | None], begun: asyncio.Event) -> None:
+    async def _feed(
+        self, job: Job, seen: Observed, queue: asyncio.Queue[Piece | BaseException | None], begun: asyncio.Event
+    ) -> None:
         try:
             if not job.leads:
                 await begun.wait()  # or this task is cancelled, since the first one has failed
-            async with aclosing(self._answer(job)) as answer:
+            async with aclosing(self._answer(job, seen)) as answer:
                 async for piece in answer:
                     queue.put_nowait(piece)
                     begun.set()
@@ -130,29 +136,31 @@ class Service:
         except Exception as error:
             queue.put_nowait(error)
 
-    async def _answer(self, job: Job) -> AsyncGenerator[Piece, None]:
+    async def _answer(self, job: Job, seen: Observed) -> AsyncGenerator[Piece, None]:
         choice = self._choice(job)
-        arrived, given = time.monotonic(), 0
+        given, last, reason = 0, 0.0, None
         account = accounts.current.get()
         try:
             async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
                 async for output in outputs:
-                    if not given:
-                        metrics.first_token.record(time.monotonic() - arrived)
-                        metrics.prompt_tokens.add(job.prompt_tokens)
-                        metrics.cached_tokens.add(output.cached_tokens)
+                    now = time.monotonic()
+                    if given:
+                        metrics.token_gaps.record(now - last)
+                    else:
+                        seen.begun(job, output.cached_tokens)
                         account.used(job.prompt_tokens)
+                    last = now
                     piece = choice.piece(output)
                     given += len(output.tokens)
                     account.used(len(output.tokens))
                     if job.empty:
                         piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
+                    reason = piece.finish_reason
                     yield piece
-                    if piece.finish_reason is not None:
-                        metrics.duration.record(time.monotonic() - arrived)
+                    if reason is not None:
                         return
         finally:
-            metrics.output_tokens.add(given)  # at once: to count costs as much as to make a piece
+            seen.ended(job, given, reason)
 
     def _choice(self, job: Job) -> Choice:
         form = job.form

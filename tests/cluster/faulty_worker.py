@@ -18,6 +18,7 @@ import ray
 import workers.actor
 import workers.fetch
 import workers.takeover
+import workers.watch
 from cluster.launch import MAX_CONCURRENCY, Cluster
 from cluster.models import served_name
 from tests.workers.drive import poison
@@ -234,7 +235,7 @@ class FaultyWorker(Worker):
     def _load(self, threads: int | None) -> None:
         workers.actor.NixlTransport = partial(FaultyTransport, self._faults)  # type: ignore[misc,assignment]
         workers.actor.Receiver = partial(FaultyReceiver, self._faults)  # type: ignore[misc,assignment]
-        workers.actor.WATCH_INTERVAL_S = 0.1
+        workers.watch.INTERVAL_S = 0.1
         workers.takeover.SETTLE_RETRY_MAX_S = 0.5
         workers.fetch.LATE_S = 0.0  # one fault after the other is to strike
         super()._load(threads)

@@ -374,7 +374,7 @@ def test_metrics_count_requests_and_not_paths(http: httpx.Client) -> None:
     after = series()
     assert after == before
     text = "\n".join(after)
-    for name in ("headwater_requests_total", "headwater_output_tokens_total", "headwater_worker_blocks"):
+    for name in ("headwater_requests_total", "headwater_output_tokens_total", "headwater_worker_up"):
         assert name in text
     assert "headwater_time_to_first_token_seconds_bucket" in text
     assert all(line.startswith(("headwater_", "python_", "process_", "target_")) for line in after)

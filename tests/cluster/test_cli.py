@@ -22,7 +22,9 @@ from cluster.cli import app
 from cluster.errors import UserError
 from tests.cluster.checks import alive, post
 from tests.cluster.conftest import free_port
+from tests.cluster.otlp import Receiver, receiving
 from tests.cluster.test_failures import Judge
+from tests.telemetry import CALLER, SAMPLED, TRACE
 
 HEADWATER = [str(Path(sys.executable).parent / "headwater")]
 
@@ -45,13 +47,14 @@ def fails_with(message: str, *arguments: str, **environment: str) -> None:
 class Served:
     """A `headwater serve` process that is ready."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         self.port = free_port()
         self.process = subprocess.Popen(
             [*HEADWATER, "serve", "--port", str(self.port), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            env={**os.environ, **environment},
         )
         self.children: list[psutil.Process] = []
         self.greeting = ""
@@ -73,9 +76,16 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Path) -> Iterator[Served]:
+def receiver() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path, receiver: Receiver) -> Iterator[Served]:
     both = ("--prefill", "0", "--decode", "0", "--both", "1")
-    made = Served("--model", str(tiny), "--dtype", "float32", "--kv-memory", "64MiB", *both)
+    model = ("--model", str(tiny), "--dtype", "float32", "--kv-memory", "64MiB")
+    made = Served(*model, *both, **receiver.environment)
     yield made
     if made.process.poll() is None:
         made.stop(signal.SIGTERM)
@@ -173,10 +183,12 @@ def test_who_dies_is_started_again_under_its_name_and_port(served: Served) -> No
     assert psutil.Process(after) in served.children
 
 
-def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None:
-    """Last of the tests that share this server."""
+def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served, receiver: Receiver) -> None:
+    """And its trace is complete. Last of the tests that share this server."""
     wanted = {"model": "tiny-llama", "prompt": [1, 2, 3], "max_tokens": 300, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"http://127.0.0.1:{served.port}/v1/completions", json=wanted, timeout=60) as answer:
+    traced = {"traceparent": SAMPLED}
+    url = f"http://127.0.0.1:{served.port}/v1/completions"
+    with httpx.stream("POST", url, json=wanted, headers=traced, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         start = time.monotonic()
@@ -186,6 +198,21 @@ def test_sigterm_lets_a_stream_end_and_leaves_no_process(served: Served) -> None
     assert served.process.wait(10) == 0
     assert time.monotonic() - start < 10
     assert served.left_over() == []
+    assert {(one.trace, one.service) for one in receiver.spans} == {(TRACE, "headwater")}
+    found = {one.name: one for one in receiver.spans}
+    assert {name: one.instance for name, one in found.items()} == {
+        "text_completion tiny-llama": "gateway-0",
+        "attempt": "gateway-0",
+        "route": "gateway-0",
+        "queue": "both-0",
+        "prefill": "both-0",
+        "decode": "both-0",
+    }
+    above = {one.span: name for name, one in found.items()} | {CALLER: "caller"}
+    parents = {name: above[one.parent] for name, one in found.items()}
+    assert parents.pop("text_completion tiny-llama") == "caller"
+    assert parents.pop("attempt") == "text_completion tiny-llama"
+    assert set(parents.values()) == {"attempt"}
 
 
 @pytest.mark.long

@@ -48,6 +48,7 @@ def test_flags_beat_the_environment_beats_the_file(tmp_path: Path) -> None:
         ({"tiers.format": "int8"}, "tiers: format is int8 and host is 0"),
         ({"prefill.resources": {"GPU": 0}}, "prefill.resources.GPU: Input should be greater than 0, got 0"),
         ({"gossip.host": "0.0.0.0"}, "gossip.host"),
+        ({"telemetry.metrics_host": "0.0.0.0"}, "telemetry.metrics_host"),
         ({"gossip.silent_s": 0.1}, "gossip.silent_s: must be more than twice"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rules and dashboards speak of metrics that gateways export, in PromQL."""
+"""Rules and dashboards speak of metrics that gateways and workers export, in PromQL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.helm.chart import CHART, MONITORING, ROOT, objects, only
+from tests.helm.chart import CHART, EXAMPLES, MONITORING, ROOT, container, groups, objects, only
+from tests.helm.test_render import only_config
 
 RULES = CHART / "rules" / "headwater.yaml"
 TARGET_LABELS = {"namespace", "pod"}
@@ -27,7 +28,7 @@ TARGET_LABELS = {"namespace", "pod"}
 
 @lru_cache(1)
 def scraped() -> str:
-    """What a gateway's `/metrics` can contain."""
+    """What `/metrics` of gateways and workers can contain."""
     command = [sys.executable, "-m", "tests.helm.exported"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, cwd=ROOT).stdout
 
@@ -91,9 +92,9 @@ def test_queries_ask_for_what_is_exported(title: str, query: str) -> None:
 
 
 def test_workers_are_counted_once() -> None:
-    """Every gateway reports every worker: a sum over them would count each as often as there are gateways."""
+    """What every gateway says of every worker: a sum would count each as often as there are gateways."""
     for title, query in QUERIES:
-        for metric in re.findall(r"headwater_(?:worker|transfers?|tier)_?\w*", query):
+        for metric in re.findall(r"headwater_(?:worker_up|gossip_age)\w*", query):
             before = query[: query.index(metric)]
             assert re.search(r"max by \([^)]*\) \((?:rate|increase)?\(?$", before), f"{title}: {metric}"
 
@@ -126,12 +127,29 @@ def test_metrics_are_as_prometheus_wants_them() -> None:
 
 def test_they_are_rendered_where_prometheus_is_known() -> None:
     assert only(objects(apis=MONITORING), "PrometheusRule")["spec"] == yaml.safe_load(RULES.read_text())
-    endpoint = only(objects("locked-down", apis=MONITORING), "PodMonitor")["spec"]["podMetricsEndpoints"][0]
-    assert (endpoint["port"], endpoint["path"], endpoint["scheme"]) == ("http", "/metrics", "https")
+    endpoints = only(objects("locked-down", apis=MONITORING), "PodMonitor")["spec"]["podMetricsEndpoints"]
+    found = {one["port"]: (one["path"], one.get("scheme", "http")) for one in endpoints}
+    assert found == {"http": ("/metrics", "https"), "metrics": ("/metrics", "http")}
     kinds = {one["kind"] for one in objects()}
     assert not kinds & {"PodMonitor", "PrometheusRule"}
     boards = next(one for one in objects() if one["metadata"]["name"].endswith("-dashboards"))
     assert json.loads(boards["data"]["headwater.json"])["title"] == "Headwater"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_each_pod_is_scraped_once(example: str) -> None:
+    """At one port, where Headwater listens; the head has none."""
+    found = objects(example, {"monitoring": {"podMonitor": {"enabled": True}}}, apis=MONITORING)
+    monitor = only(found, "PodMonitor")["spec"]
+    scraped_ports = {one["port"] for one in monitor["podMetricsEndpoints"]}
+    config = yaml.safe_load(only_config(example)["headwater.yaml"])
+    listens = {"http": config["gateway"]["port"], "metrics": config["telemetry"]["metrics_port"]}
+    for name, group in groups(found).items():
+        pod = group["template"]
+        assert monitor["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        named = {one["name"]: one["containerPort"] for one in container(pod)["ports"] if one["name"] in scraped_ports}
+        expected = {"head": (), "gateway": ("http",)}.get(name, ("metrics",))
+        assert named == {port: listens[port] for port in expected}, name
 
 
 def promtool_or_skip() -> str:

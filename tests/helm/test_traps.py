@@ -276,6 +276,9 @@ def test_policies_let_in_nobody_else() -> None:
     assert [rule["ports"] for rule in policies["test-headwater-gateway"]["ingress"]] == [
         [{"port": "http", "protocol": "TCP"}]
     ]
+    workers = policies["test-headwater-worker"]
+    assert workers["podSelector"]["matchExpressions"][0]["values"] == ["prefill", "decode", "both"]
+    assert [rule["ports"] for rule in workers["ingress"]] == [[{"port": "metrics", "protocol": "TCP"}]]
     ports = [rule.get("ports") for rule in everything["egress"] if "to" not in rule]
     assert ports == [[{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]]
 

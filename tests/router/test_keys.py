@@ -88,7 +88,7 @@ async def test_no_route_answers_without_a_key(gateway: Gateway) -> None:
 
 
 async def test_what_operators_and_browsers_need_needs_no_key(gateway: Gateway) -> None:
-    for path in ("/health", "/ready", "/metrics", "/openapi.json", "/docs"):
+    for path in ("/health", "/ready", "/metrics", "/metrics/targets", "/openapi.json", "/docs"):
         assert (await gateway.http.get(path)).status_code == 200
     for _, path in routes(gateway.app):
         asked = {"origin": ORIGIN, "access-control-request-method": "POST"}

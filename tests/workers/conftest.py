@@ -11,6 +11,7 @@ import torch
 
 import workers.actor
 import workers.takeover
+import workers.watch
 from tests import model_zoo
 from tests.workers.house import House, LateWrites, answers, smooth, until
 from workers.engine.model import Model
@@ -41,7 +42,7 @@ def tiny(zoo: Callable[[str], Path]) -> Model:
 def shared(zoo: Callable[[str], Path]) -> Iterator[House]:
     patch = pytest.MonkeyPatch()
     patch.setattr(workers.actor, "NixlTransport", LateWrites)
-    patch.setattr(workers.actor, "WATCH_INTERVAL_S", 0.05)
+    patch.setattr(workers.watch, "INTERVAL_S", 0.05)
     patch.setattr(workers.actor, "TIMEOUT_S", 0.2)
     patch.setattr(workers.gateways, "TIMEOUT_S", 0.2)
     patch.setattr(workers.takeover, "SETTLE_RETRY_S", 0.01)

@@ -13,8 +13,9 @@ from transfer.channel import Chunk, Ending, Layers
 from transfer.guide import Guide
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Offer, Produced, Reserved
+from workers.engine.engine import Engine
 from workers.engine.model import Model
+from workers.engine.step import Offer, Produced, Reserved
 from workers.kv.pool import FREE
 
 _ids = itertools.count()

@@ -17,9 +17,10 @@ from tests.seeds import seeds
 from tests.workers.drive import HandOff, answers, assert_idle, engine, finish, output, poison, request, step
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
-from workers.engine.engine import Engine, Produced, StepResult
+from workers.engine.engine import Engine
 from workers.engine.layerwise import cuts
 from workers.engine.model import Model
+from workers.engine.step import Produced, StepResult
 
 BLOCK = 16
 TOKENS = 24

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from transfer.channel import Chunk, Ending
 from transfer.guide import Guide
@@ -27,6 +26,7 @@ from workers.engine.graphs import DecodeGraphs
 from workers.engine.layerwise import LayerWatch, cuts
 from workers.engine.model import Model, context_length
 from workers.engine.sampler import NO_TOKEN
+from workers.engine.step import Offer, Produced, Reserved, StepPlan, StepResult
 from workers.engine.tokens import Chosen, choose_tokens, ending
 from workers.kv.cache import KVCache
 from workers.kv.disk import DiskStore
@@ -41,46 +41,6 @@ from workers.sequence import Sequence, Stage
 EARLY_TOKENS = 128
 """A last chunk of at least so many tokens is offered layer by layer, and asks for room on the peer before it runs:
 shorter ones are computed in less time than that takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Produced:
-    """What became final of a handed-off sequence's KV; `ending` with the last of it."""
-
-    request_id: str
-    chunk: Chunk
-    ending: Ending | None
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """A reservation was served: the prompt's blocks `first_block`… are `blocks`."""
-
-    request_id: str
-    first_block: int
-    blocks: tuple[int, ...]
-
-
-Offer = Callable[[Produced], None]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What the next step will compute, the hand-offs that will be at it for long enough to ask for room meanwhile, and
-    reservations that were served."""
-
-    works: list[Work] = field(default_factory=list)
-    started: list[str] = field(default_factory=list)
-    promoted: list[str] = field(default_factory=list)
-    reserved: list[Reserved] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step brought: blocks that became final and new tokens."""
-
-    produced: list[Produced] = field(default_factory=list)
-    deltas: list[Delta] = field(default_factory=list)
 
 
 def spare_blocks(model: Model) -> int:
@@ -117,6 +77,7 @@ class Engine:
         blocks = layout.num_blocks - spare_blocks(model)
         self.cache = KVCache(blocks, config.block_size, config.prefix_cache, config.eviction, self.memory.copy_tokens)
         self._backend = choose(config, self.memory, model.attention)
+        self.reuse = self._backend.reuse
         self._graphs: DecodeGraphs | None = None
         if isinstance(self._backend, FlashInferBackend):
             longest = -(-self.max_model_len // config.block_size)
@@ -269,7 +230,7 @@ class Engine:
             incoming = self._max_running  # prompts that begin would take every block that becomes free
         plan.works, admitted = self._scheduler.schedule(incoming)
         for sequence in admitted:
-            self._count(sequence)
+            self._begins(sequence, plan)
         for work in plan.works:
             one = work.sequence
             if one.hand_off and (work.count < one.remaining or work.count >= EARLY_TOKENS):
@@ -366,7 +327,7 @@ class Engine:
                 plan.promoted.append(sequence.id)
                 self._drop(sequence.id, ())
             else:
-                self._count(sequence)
+                self._begins(sequence, plan)
 
     def _serve_reservations(self, plan: StepPlan) -> None:
         # Older prompts that wait to be computed here go first. So does what was preempted or has to be computed after
@@ -385,6 +346,11 @@ class Engine:
     def _held_up(self, reservation: Sequence) -> bool:
         """Whether it has lacked blocks for long enough, and waits for nobody older."""
         return reservation.held_up > self._max_overtaken and reservation.arrival < self._scheduler.oldest
+
+    def _begins(self, sequence: Sequence, plan: StepPlan) -> None:
+        if sequence.cached_tokens is None:
+            plan.began.append(sequence)
+        self._count(sequence)
 
     def _count(self, sequence: Sequence) -> None:
         """Hit statistics, once a request: what is computed again after a preemption is not a hit."""

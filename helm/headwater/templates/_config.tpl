@@ -34,6 +34,7 @@
 {{- $worker := dict "drain_s" (int .Values.workerDefaults.drainSeconds) -}}
 {{- with include "headwater.threads" . }}{{ $_ := set $worker "threads" (int .) }}{{ end -}}
 {{- $_ := set $own "worker" $worker -}}
+{{- $_ := set $own "telemetry" (dict "metrics_port" (int .Values.monitoring.workerPort)) -}}
 {{- $all := mustMergeOverwrite $own (deepCopy .Values.config) -}}
 {{- range $section, $settings := $all -}}
 {{- range $key, $value := $settings -}}

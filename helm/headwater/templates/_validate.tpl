@@ -67,6 +67,7 @@
 {{- $_ := set $own "gossip" (dict "key" "gossip.existingSecret" "host" "nothing: nodes announce the address of their pod") -}}
 {{- $_ := set $own "transfer" (dict "interface" "kvTransfer.interface" "ports" "kvTransfer.ports" "ucx" "kvTransfer.ucx") -}}
 {{- $_ := set $own "tiers" (dict "host" "tiers.host" "disk" "tiers.disk" "disk_path" "tiers.disk") -}}
+{{- $_ := set $own "telemetry" (dict "metrics_port" "monitoring.workerPort" "metrics_host" "nothing: workers listen on the address of their pod") -}}
 {{- range $section, $settings := .Values.config -}}
 {{- range $key, $_ := $settings -}}
 {{- with dig $section $key "" $own }}{{ fail (printf "config.%s.%s: the chart sets it; use %s" $section $key .) }}{{ end -}}

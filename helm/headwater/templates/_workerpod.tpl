@@ -120,6 +120,9 @@ ports:
 {{- else if eq .component "gateway" -}}
 ports:
   - {name: http, containerPort: {{ int .root.Values.gateway.port }}}
+{{- else -}}
+ports:
+  - {name: metrics, containerPort: {{ int .root.Values.monitoring.workerPort }}}
 {{- end -}}
 {{- end -}}
 

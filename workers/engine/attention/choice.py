@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from workers.config import StartError, WorkerConfig
-from workers.engine.attention import Backend, LayerAttention
+from workers.engine.attention import LayerAttention
 from workers.engine.attention.flashinfer_backend import FlashInferBackend, unsupported
 from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.batch import Batch, Span
@@ -20,7 +20,9 @@ _log = logging.getLogger(__name__)
 _INSTEAD = "; set worker.attention to torch for the plain path, which is slow on a GPU"
 
 
-def choose(config: WorkerConfig, memory: KVMemory, layers: Sequence[LayerAttention]) -> Backend:
+def choose(
+    config: WorkerConfig, memory: KVMemory, layers: Sequence[LayerAttention]
+) -> TorchBackend | FlashInferBackend:
     """FlashInfer on CUDA and PyTorch elsewhere, unless `worker.attention` says otherwise. Raises StartError."""
     wanted = config.attention
     if wanted == "auto":

@@ -18,7 +18,7 @@ import torch
 
 from workers.engine.attention import AttentionOptions, LayerAttention
 from workers.engine.attention.paging import Level, Pages, level, own_pages, window_blocks
-from workers.engine.attention.sharing import SharedContext, depth, shared_blocks, shared_contexts
+from workers.engine.attention.sharing import Reuse, SharedContext, depth, shared_blocks, shared_contexts
 from workers.engine.batch import Batch
 from workers.kv.memory import KVMemory
 
@@ -93,6 +93,7 @@ class FlashInferBackend:
         self._memory = memory
         self._layers = layers
         self.shares = shared
+        self.reuse = Reuse()
         self._fixed = fixed
         device, layout = memory.flat.device, memory.layout
         self.block_size, self.spare = layout.block_size, layout.num_blocks - 1
@@ -121,7 +122,9 @@ class FlashInferBackend:
 
     def contexts(self, batch: Batch) -> list[SharedContext]:
         """The contexts that spans of a batch share, as far as that is switched on."""
-        return shared_contexts(batch.spans, self.block_size) if self.shares else []
+        found = shared_contexts(batch.spans, self.block_size) if self.shares else []
+        self.reuse.count(found, self.block_size)
+        return found
 
     def plan(self, batch: Batch, contexts: list[SharedContext], number: int) -> None:
         """Plan for a batch of which `contexts` are read once, those of the first `number` levels; there may be fewer

@@ -34,6 +34,22 @@ class SharedContext:
         return np.concatenate([np.arange(one.row, one.row + one.count) for one in self.spans])
 
 
+@dataclass(slots=True)
+class Reuse:
+    """How much context was read once for several sequences of a step, in tokens, and how much more they would have read
+    each by itself."""
+
+    read: int = 0
+    spared: int = 0
+
+    def count(self, contexts: list[SharedContext], block_size: int) -> None:
+        """The contexts of a step."""
+        for one in contexts:
+            tokens = (one.end - one.begin) * block_size
+            self.read += tokens
+            self.spared += tokens * (len(one.spans) - 1)
+
+
 def shared_contexts(spans: list[Span], block_size: int) -> list[SharedContext]:
     """One context for each branch of the tree of the spans' tables that is long enough, at any depth."""
     found: list[SharedContext] = []

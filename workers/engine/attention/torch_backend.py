@@ -17,7 +17,7 @@ import torch
 
 from workers.engine.attention import AttentionOptions, kernel
 from workers.engine.attention.contexts import Contexts, gather
-from workers.engine.attention.sharing import shared_blocks, shared_contexts
+from workers.engine.attention.sharing import Reuse, shared_blocks, shared_contexts
 from workers.engine.batch import Batch, Span, as_index
 from workers.engine.kernels.threads import threads
 from workers.engine.linear import float32_is_faster
@@ -54,6 +54,7 @@ class TorchBackend:
         if self._compiled:
             kernel.prepare(memory)
         self._share = shared
+        self.reuse = Reuse()
         self._block_size = memory.layout.block_size
         self._batch: Batch | None = None
         self._shared: list[_Context] = []
@@ -132,6 +133,7 @@ class TorchBackend:
         """Fill `_shared`. Returns how many tokens of each span are in there, by its first row."""
         size = self._block_size
         contexts = shared_contexts(spans, size)
+        self.reuse.count(contexts, size)
         for one in contexts:
             slots = self._slots(one.spans[0].blocks, one.begin * size, one.end * size)
             self._shared.append(_Context(as_index(one.rows), slots, first=False))
