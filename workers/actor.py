@@ -48,6 +48,7 @@ from transfer.messages import (
     WorkerStatus,
 )
 from transfer.nixl_transport import NixlTransport, agent_name
+from transfer.outline import Outline
 from workers.arrivals import Arrivals
 from workers.config import TiersConfig, WorkerConfig
 from workers.cores import Cores, shared_cores
@@ -59,6 +60,7 @@ from workers.gateways import TIMEOUT_S, Gateways
 from workers.handover import HandOver
 from workers.kv.tier_io import TierIO
 from workers.loop import Loop
+from workers.outlines import Outlines
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
 from workers.transfer import Event, TransferLoop
@@ -130,6 +132,7 @@ class Worker:
         front, directory, config = self._front, self._directory, self._transfer_config
         self._handover = HandOver(self._peer, front, directory, config, self._speeds)
         self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, self._transfers)
+        self._outlines = Outlines(front)
         block_size = self._engine.cache.block_size
         self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config)
         self._engine_loop.start()
@@ -260,6 +263,10 @@ class Worker:
             vocab_size=engine.model.vocab_size,
             fingerprint=engine.memory.layout.fingerprint,
         )
+
+    async def outline(self, path: tuple[bytes, ...], salts: bytes | None, most: int) -> Outline:
+        """What is cached here, for people; see `Outlines.look`."""
+        return await self._outlines.look(path, salts, most)
 
     # --- what gateways call -------------------------------------------------------------------------------------
 

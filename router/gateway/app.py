@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,10 +32,15 @@ CORS_MAX_AGE_S = 600
 
 
 def create_app(
-    service: Service, ready: Callable[[], bool], render: Callable[[], bytes], config: GatewayConfig, keyring: Keyring
+    service: Service,
+    ready: Callable[[], bool],
+    render: Callable[[], bytes],
+    config: GatewayConfig,
+    keyring: Keyring,
+    more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
-    `render` gives the metrics' text."""
+    `render` gives the metrics' text, and `more` are routes besides."""
     app = FastAPI(title="Headwater", description="OpenAI-compatible gateway", docs_url="/docs", redoc_url=None)
     app.state.config = config
 
@@ -53,6 +58,8 @@ def create_app(
     app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
     app.include_router(routes_messages.routes(service, check_ready))
+    for routes in more:
+        app.include_router(routes)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
 

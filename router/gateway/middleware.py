@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.gateway import metrics, request_id
 from router.gateway.errors import failed
 from router.gateway.http import CLIENT_CLOSED, OUTCOME
-from router.gateway.keys import OPEN
+from router.gateway.keys import DASHBOARD_DATA, is_open
 
 _log = logging.getLogger(__name__)
 _HEADER = request_id.HEADER.encode()
@@ -49,7 +49,8 @@ class Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        path = scope["path"]
+        if scope["type"] != "http" or is_open(path) or path.startswith(DASHBOARD_DATA):
             await self._app(scope, receive, send)
             return
         status = 500

@@ -134,8 +134,9 @@ class Service:
         choice = self._choice(job)
         arrived, given = time.monotonic(), 0
         account = accounts.current.get()
+        record = self._dispatcher.recent.begin(job.prompt.tokens, job.prompt.tenant, job.sampling.max_tokens)
         try:
-            async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
+            async with aclosing(self._dispatcher.generate(job.prompt, job.sampling, record)) as outputs:
                 async for output in outputs:
                     if not given:
                         metrics.first_token.record(time.monotonic() - arrived)
@@ -149,6 +150,7 @@ class Service:
                         piece = replace(piece, text="", tokens=(), logprobs=(), calls=(), finish_reason="length")
                     yield piece
                     if piece.finish_reason is not None:
+                        record.end(piece.finish_reason)
                         metrics.duration.record(time.monotonic() - arrived)
                         return
         finally:
