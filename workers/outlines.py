@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from transfer.outline import Outline
 from workers.front import Front
@@ -20,11 +21,12 @@ class Outlines:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._turn = asyncio.Lock()
+        self._walked_at = 0.0
 
     async def look(self, path: tuple[bytes, ...], salts: bytes | None, most: int) -> Outline:
         """The `most` largest runs behind `path`, of trees whose salts begin with `salts`, or of all."""
         async with self._turn:
+            await asyncio.sleep(self._walked_at + REST_S - time.monotonic())
             walk: Walk = await self._front.on_engine(lambda engine: Walk(engine.cache, path, salts, WALK_S))
-            made = await asyncio.to_thread(outline, walk, most)
-            await asyncio.sleep(REST_S)
-            return made
+            self._walked_at = time.monotonic()
+        return await asyncio.to_thread(outline, walk, most)

@@ -22,7 +22,7 @@ CHECK = 16
 """Runs between two looks at the clock."""
 LONG = 4096
 """Blocks after which a run goes on as another one."""
-HEAD_TOKENS = 32
+HEAD_TOKENS = 64
 START_TOKENS = 512
 """Tokens whose text can be shown: of a run, and of the one that is looked at."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ class Cluster:
         workers = list(self._view.workers.values())
         return {
             **self._about,
+            "now": time.time(),
             "gateway": self._own.name,
             "ready": self._view.ready,
             "gateways": [

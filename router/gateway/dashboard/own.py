@@ -62,9 +62,20 @@ class Own:
         if (known := self._labels.get(record.number)) is None:
             kept = {one.number for one in self._recent.records(None)}
             self._labels = {number: text for number, text in self._labels.items() if number in kept}
-            text = " ".join(self._decoded(record.tail).split())
-            known = self._labels[record.number] = text[-LABEL_CHARS:]
+            known = self._labels[record.number] = self._last_words(unpack_tokens(record.tail).tolist())[-LABEL_CHARS:]
         return known
+
+    def _last_words(self, tokens: list[int]) -> str:
+        """What stands between the last special tokens, but for the single word that chat templates end with."""
+        specials = set(self._text.specials.values())
+        parts: list[list[int]] = [[]]
+        for token in tokens:
+            if token in specials:
+                parts.append([])
+            else:
+                parts[-1].append(token)
+        texts = [self._text.decode(part).split() for part in parts]
+        return " ".join(next((words for words in reversed(texts) if len(words) > 1), texts[-1]))
 
     def _decoded(self, packed: bytes) -> str:
         return self._text.decode(unpack_tokens(packed).tolist())
