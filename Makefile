@@ -24,6 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) cannot create .venv: install its venv module (python3-venv)" >&2; exit 1; }; }
 	@echo "setup: installing headwater and its dependencies into .venv (some minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt -e '.[test]'
+	@tests/browser.sh
 	@touch $@
 
 serve: setup ## start a cluster and the gateway here; pass flags in ARGS="--prefill 2 --decode 2"

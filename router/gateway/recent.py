@@ -116,7 +116,8 @@ class Record:
             | {name: asdict(one) if isinstance(one, Plan) else one for name, one in more.items()}
             for seconds, what, more in list(self.events)
         ]
-        return self.summary() | {"from_host": self.loaded[0], "from_disk": self.loaded[1], "events": events}
+        more = {"from_host": self.loaded[0], "from_disk": self.loaded[1], "now_s": self._now()}
+        return self.summary() | more | {"events": events}
 
     def _now(self) -> float:
         return round(time.monotonic() - self.begun, 5)

@@ -85,6 +85,7 @@ $("gate-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key.set($("key").value.trim());
   $("key").value = "";
+  text($("gate-error"), "");
   $("gate").hidden = true;
   show(shown);
 });

@@ -64,7 +64,7 @@ export class ClusterMap {
       bar.children[1].style.width = `${100 * kept}%`;
       bar.setAttribute("aria-label", `KV ${percent(used)} in use, ${percent(kept)} kept for later`);
       const hits = one.prompt_tokens ? ` · ${percent(share(one.cached_tokens, one.prompt_tokens))} hits` : "";
-      const below = one.tiers ? ` · ${count(one.tiers.host_cached + one.tiers.disk_cached)} blocks in lower tiers` : "";
+      const below = one.tiers ? ` · tiers ${count(one.tiers.host_cached + one.tiers.disk_cached)} blocks` : "";
       text(load, `${one.running} running · ${one.waiting} waiting${hits} · KV ${percent(used + kept)}${below}`);
     } else {
       text(load, "has not answered yet");

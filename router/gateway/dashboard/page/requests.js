@@ -75,7 +75,7 @@ const workers = (one) => (one.prefill === null ? NONE : one.decode ? `${one.pref
 function ending(one) {
   if (one.ended === "failed") return `failed: ${one.error}`;
   const tokens = plural(one.output_tokens, "token");
-  return one.ended ? `${tokens}, ${one.ended}` : `${tokens}, ${one.stage}`;
+  return one.ended ? `${tokens}, ${one.ended}` : `${tokens} …`;
 }
 
 function* whole(one) {
@@ -105,7 +105,7 @@ function* whole(one) {
 
 // What the time went to, as parts of one bar: until there was a plan, until the first token, until the end.
 function bars(one) {
-  const last = one.ended_s ?? Math.max(one.first_s ?? 0, ...one.events.map((event) => event.s));
+  const last = one.ended_s ?? one.now_s;
   const begun = one.events.find((event) => event.what === "sent")?.s ?? 0;
   const marks = [["plan", 0, begun], ["prompt", begun, one.first_s ?? last], ["answer", one.first_s ?? last, last]];
   const parts = marks.filter(([, from, to]) => to > from).map(([name, from, to]) => {

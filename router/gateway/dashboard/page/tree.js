@@ -76,7 +76,7 @@ export class Tree {
     this.crumbs();
     if (runs.length === 1 && !runs[0].tokens) return this.empty("Nothing is cached here yet.");
     const more = this.found.whole ? "" : " Deep parts were not looked at: open one to see them.";
-    text($("tree-note"), `${plural(runs[0].below, "token")} in ${plural(this.found.seen, "run")}; the ${Math.min(runs.length, this.found.seen)} largest are shown, ${SHADES[$("tree-shade").value]}.${more} Looking took the engine ${(1000 * this.found.seconds).toFixed(1)} ms.`);
+    text($("tree-note"), `${plural(runs[0].below, "token")} in ${plural(this.found.seen, "run")}; ${runs.length < this.found.seen ? `the ${runs.length} largest` : "all"} are shown, ${SHADES[$("tree-shade").value]}.${more} Looking took the engine ${(1000 * this.found.seconds).toFixed(1)} ms.`);
     this.place(runs);
     const wide = Math.max(280, $("tree").clientWidth);
     const focused = document.activeElement?.closest?.("#tree g")?.dataset.key;
