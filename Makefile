@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long helm-tools lint clean
+.PHONY: help setup serve test test-long browser helm-tools lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,7 +24,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) cannot create .venv: install its venv module (python3-venv)" >&2; exit 1; }; }
 	@echo "setup: installing headwater and its dependencies into .venv (some minutes the first time)"
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -qq -c constraints.txt -e '.[test]'
-	@tests/browser.sh
 	@touch $@
 
 serve: setup ## start a cluster and the gateway here; pass flags in ARGS="--prefill 2 --decode 2"
@@ -40,11 +39,14 @@ lint: $(STAMP) ## ruff, mypy and the import contract
 test: setup ## lint, types and the tests; pass pytest flags in ARGS
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-pytest: $(STAMP)
+pytest: $(STAMP) browser
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: setup ## the tests that take minutes, and the property tests with many more examples
+test-long: setup browser ## the tests that take minutes, and the property tests with many more examples
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
+
+browser: ## install a headless Chromium for the dashboard's tests, unless one is there or it may not
+	@tests/browser.sh
 
 helm-tools: $(STAMP) ## fetch the Helm that the chart's tests use, unless it is there; prints its path
 	@$(BIN)/python helm/get_helm.py
