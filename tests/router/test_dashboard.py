@@ -253,7 +253,7 @@ async def test_a_label_is_how_a_chat_ends(text: Text) -> None:
         messages = [{"role": "system", "content": WORDS}, {"role": "user", "content": "Where does it end?"}]
         await http.post("/v1/chat/completions", json={"model": "model", "messages": messages, "max_tokens": 3})
         (one,) = (await http.get("/dashboard/api/requests")).json()["requests"]
-    assert one["label"] == "user Where does it end?"
+    assert one["label"] == "Where does it end?"
 
 
 # --- what is kept is bounded ------------------------------------------------------------------------------------------

@@ -66,7 +66,8 @@ class Own:
         return known
 
     def _last_words(self, tokens: list[int]) -> str:
-        """What stands between the last special tokens, but for the single word that chat templates end with."""
+        """What stands between the last special tokens, without the single words, on lines of their own, by which chat
+        templates say who speaks."""
         specials = set(self._text.specials.values())
         parts: list[list[int]] = [[]]
         for token in tokens:
@@ -74,8 +75,10 @@ class Own:
                 parts.append([])
             else:
                 parts[-1].append(token)
-        texts = [self._text.decode(part).split() for part in parts]
-        return " ".join(next((words for words in reversed(texts) if len(words) > 1), texts[-1]))
+        texts = [self._text.decode(part).strip() for part in parts]
+        last = next((text for text in reversed(texts) if len(text.split()) > 1), texts[-1])
+        first, _, rest = last.partition("\n")
+        return " ".join((last if " " in first or not rest.strip() else rest).split())
 
     def _decoded(self, packed: bytes) -> str:
         return self._text.decode(unpack_tokens(packed).tolist())

@@ -10,7 +10,7 @@ const perSecond = (name, span) => (sum) => sum[name] / span;
 // `of` are lines, each with a name, what is read of how many seconds, and how it is drawn. A `base` is the line under it.
 const CHARTS = [
   { name: "Hit rate", format: percent, top: () => 1, of: [["hit rate", 10, hitRate, "area"]] },
-  { name: "First token", format: time, of: [["p99", 20, firstToken(0.99), "dashed"], ["median", 20, firstToken(0.5), "line"]] },
+  { name: "First token", format: time, of: [["p99", 20, firstToken(0.99), "dashed"], ["p50", 20, firstToken(0.5), "line"]] },
   {
     name: "Prompt tokens/s",
     format: rate,
@@ -40,9 +40,9 @@ class Chart {
     this.cursor = s("line", { class: "cursor", y1: 0, y2: HEIGHT, visibility: "hidden" });
     this.svg.append(s("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT / 2, y2: HEIGHT / 2 }), this.lines, this.cursor);
     this.caption = h("figcaption", {}, h("b", {}, name), h("span", { class: "muted" }));
-    this.scale = h("span", { class: "scale muted small" });
-    const ends = h("div", { class: "ends muted small" }, h("span", {}, "5 min ago"), h("span", {}, "now"));
-    this.element = h("figure", {}, this.caption, h("div", { class: "plot" }, this.svg, this.scale), ends);
+    this.scale = h("span");
+    const ends = h("div", { class: "ends muted small" }, h("span", {}, "5 min ago"), this.scale, h("span", {}, "now"));
+    this.element = h("figure", {}, this.caption, this.svg, ends);
     this.svg.addEventListener("pointermove", (event) => this.read(((event.offsetX / this.svg.clientWidth) * SPAN) | 0));
     this.svg.addEventListener("pointerleave", () => this.read(null));
     this.svg.addEventListener("blur", () => this.read(null));
@@ -70,7 +70,7 @@ class Chart {
       group.children[0].setAttribute("d", one.kind === "area" ? under : "");
       group.children[1].setAttribute("d", stroke);
     });
-    text(this.scale, most || this.top ? this.format(top) : "");
+    text(this.scale, most || this.top ? `up to ${this.format(top)}` : "");
     this.words();
   }
 

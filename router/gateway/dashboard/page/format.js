@@ -7,7 +7,7 @@ const SPACE = "\u00a0"; // numbers stay with their units
 export const NONE = "–";
 export const count = (value) => (value < 10000 ? whole.format(Math.round(value)) : compact.format(value));
 export const percent = (value) => (value === null ? NONE : `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)}${SPACE}%`);
-export const rate = (value) => (value === 0 ? "0" : value < 10 ? value.toFixed(1) : count(value));
+export const rate = (value) => (value === 0 ? "0" : value < 10 ? value.toFixed(1) : value < 1000 ? count(value) : compact.format(value));
 
 export function seconds(value) {
   if (value === null || value === undefined) return NONE;

@@ -46,12 +46,14 @@ export class ClusterMap {
 
   card() {
     const bar = h("div", { class: "kv", role: "img" }, h("i", { class: "used" }), h("i", { class: "kept" }));
+    const blocks = h("div", { class: "blocks" }, bar, h("span", { class: "small muted" }));
     const head = h("div", { class: "head" }, h("b"), h("span", { class: "state" }));
-    return h("li", { class: "card worker" }, head, bar, h("p", { class: "small" }), h("ul", { class: "to" }), h("ul", { class: "serves" }));
+    return h("li", { class: "card worker" }, head, blocks, h("p", { class: "small" }), h("ul", { class: "to" }), h("ul", { class: "serves" }));
   }
 
   update(card, one) {
-    const [head, bar, load, to, serves] = card.children;
+    const [head, blocks, load, to, serves] = card.children;
+    const [bar, full] = blocks.children;
     card.dataset.state = one.state;
     card.classList.toggle("marked", this.marked === one.name);
     text(head.children[0], one.name);
@@ -64,8 +66,9 @@ export class ClusterMap {
       bar.children[1].style.width = `${100 * kept}%`;
       bar.setAttribute("aria-label", `KV ${percent(used)} in use, ${percent(kept)} kept for later`);
       const hits = one.prompt_tokens ? ` · ${percent(share(one.cached_tokens, one.prompt_tokens))} hits` : "";
-      const below = one.tiers ? ` · tiers ${count(one.tiers.host_cached + one.tiers.disk_cached)} blocks` : "";
-      text(load, `${one.running} running · ${one.waiting} waiting${hits} · KV ${percent(used + kept)}${below}`);
+      const below = one.tiers ? ` · ${count(one.tiers.host_cached + one.tiers.disk_cached)} blocks in tiers` : "";
+      text(load, `${one.running} running · ${one.waiting} waiting${hits}${below}`);
+      text(full, `KV ${percent(used + kept)}`);
     } else {
       text(load, "has not answered yet");
     }

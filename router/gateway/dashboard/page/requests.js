@@ -109,11 +109,12 @@ function bars(one) {
   const begun = one.events.find((event) => event.what === "sent")?.s ?? 0;
   const marks = [["plan", 0, begun], ["prompt", begun, one.first_s ?? last], ["answer", one.first_s ?? last, last]];
   const parts = marks.filter(([, from, to]) => to > from).map(([name, from, to]) => {
-    const bar = h("i", { class: name }, h("span", {}, `${name} ${seconds(to - from)}`));
+    const words = `${name} ${seconds(to - from)}`;
+    const bar = h("i", { class: name, title: words }, to - from > last / 4 ? h("span", {}, words) : null);
     bar.style.width = `${(100 * (to - from)) / last}%`;
     return bar;
   });
-  return h("div", { class: "bars", role: "img", "aria-label": parts.map((bar) => bar.textContent).join(", ") }, ...parts);
+  return h("div", { class: "bars", role: "img", "aria-label": parts.map((bar) => bar.title).join(", ") }, ...parts);
 }
 
 function events(one) {
