@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long helm-tools lint clean
+.PHONY: help setup serve test test-long browser helm-tools lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,11 +39,14 @@ lint: $(STAMP) ## ruff, mypy and the import contract
 test: setup ## lint, types and the tests; pass pytest flags in ARGS
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
-pytest: $(STAMP)
+pytest: $(STAMP) browser
 	$(BIN)/python -m pytest $(ARGS)
 
-test-long: setup ## the tests that take minutes, and the property tests with many more examples
+test-long: setup browser ## the tests that take minutes, and the property tests with many more examples
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
+
+browser: ## install a headless Chromium for the dashboard's tests, unless one is there or it may not
+	@tests/browser.sh
 
 helm-tools: $(STAMP) ## fetch the Helm that the chart's tests use, unless it is there; prints its path
 	@$(BIN)/python helm/get_helm.py

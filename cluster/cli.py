@@ -56,6 +56,8 @@ Headwater is ready: {model} on {urls}
 print(client.chat.completions.create(model="{model}", max_tokens=64, \
 messages=[{{"role": "user", "content": "What is a headwater?"}}]).choices[0].message.content)'
 
+What it does: {url}/dashboard
+
 Press Ctrl-C to stop."""
 WATCH_S = 2.0
 LOSSY = "answers to prompts of which a part is cached may differ from those of the model"

@@ -8,6 +8,8 @@ from uhashring import HashRing
 
 POINTS = 64
 """Of a worker on the ring: with more the ring is evener, but takes longer to make."""
+SPACE = 2**128
+"""Keys are hashed with MD5."""
 
 
 class Ring:
@@ -25,3 +27,7 @@ class Ring:
                 if len(found) == count:
                     break
         return found
+
+    def arcs(self) -> list[tuple[float, str]]:
+        """Where around the ring, from 0 to 1, an arc ends, and whose keys are on it; in order."""
+        return [(point / SPACE, name) for point, name in self._ring.get_points()]

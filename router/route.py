@@ -127,6 +127,11 @@ class Router:
         self.view.expect(specs)
         self._rings = self._made_rings()
 
+    @property
+    def homes(self) -> Ring:
+        """Where prompts are at home."""
+        return self._rings[PREFILL]
+
     def plan(
         self,
         chain: PrefixChain,

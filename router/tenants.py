@@ -23,7 +23,8 @@ MAX_FILE_BYTES = 4 << 20
 
 class Tenant(BaseModel):
     """What a tenant may do. Its `weight` is its share of the workers' time beside others'; `cache` says whether it has
-    cached prefixes of its own, or those of all that share theirs."""
+    cached prefixes of its own, or those of all that share theirs. An `operator` sees on the dashboard what all tenants
+    do, and their prompts."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,6 +35,7 @@ class Tenant(BaseModel):
     tokens_per_minute: int | None = Field(None, ge=1)
     max_concurrent: int | None = Field(None, ge=1)
     cache: Literal["private", "shared"] = "private"
+    operator: bool = False
 
 
 class TenantsFile(BaseModel):

@@ -44,6 +44,7 @@ from transfer.messages import (
     WorkerStatus,
 )
 from transfer.nixl_transport import NixlTransport, agent_name
+from transfer.outline import Outline
 from transfer.telemetry import SetUp, none
 from workers.account import Account
 from workers.arrivals import Arrivals
@@ -59,6 +60,7 @@ from workers.handover import HandOver
 from workers.kv.tier_io import TierIO
 from workers.loop import Loop
 from workers.metrics import Metrics
+from workers.outlines import Outlines
 from workers.speeds import SpeedMeter
 from workers.takeover import TakeOver
 from workers.tracing import Traces
@@ -142,6 +144,7 @@ class Worker:
         self._metrics = metrics = Metrics(self.name, engine, stats)
         self._handover = HandOver(self._peer, front, directory, config, speeds, metrics)
         self._takeover = TakeOver(self.name, self.incarnation, front, directory, config, stats, metrics, traces)
+        self._outlines = Outlines(front)
         block_size = engine.cache.block_size
         self._fetch = Fetch(self.name, front, self._handover, self._takeover, block_size, directory, config, traces)
         self._engine_loop.start()
@@ -248,6 +251,10 @@ class Worker:
     async def status(self) -> WorkerStatus:
         """This worker's account of itself."""
         return self._account.status(self.role, self._state, self.queued_tokens)
+
+    async def outline(self, path: tuple[bytes, ...], salts: bytes | None, most: int) -> Outline:
+        """What is cached here, for people; see `Outlines.look`."""
+        return await self._outlines.look(path, salts, most)
 
     # --- what gateways call -------------------------------------------------------------------------------------
 

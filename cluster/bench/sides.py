@@ -88,6 +88,8 @@ def _measure(configs: dict[str, ClusterConfig], workload: Workload) -> dict[str,
     with Progress(console=Console(stderr=True), refresh_per_second=2) as progress:
         task = progress.add_task("starting", total=None)
         with started(configs) as sides:
+            for name, side in sides.items():
+                progress.console.print(f"{name}: {side.target.url}/dashboard", highlight=False)
             vocabulary = next(iter(sides.values())).vocabulary
             works = [workload.work(Words(number, vocabulary)) for number in range(workload.rounds)]
             total = len(sides) * sum(work.requests for work in works)

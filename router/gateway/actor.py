@@ -19,6 +19,10 @@ from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
 from router.gateway.accounts import Keyring
 from router.gateway.app import create_app
+from router.gateway.dashboard.cluster import Cluster
+from router.gateway.dashboard.own import Own
+from router.gateway.dashboard.routes import routes as dashboard
+from router.gateway.dashboard.viewer import Viewer
 from router.gateway.dispatch import Dispatcher
 from router.gateway.jobs import Limits
 from router.gateway.parsers import reasoning_parser, tool_parser
@@ -79,6 +83,7 @@ class Gateway:
         self._version = 0
         self._gateways: dict[str, str] = {}
         self._dispatcher = Dispatcher(name, self._router, directory, router, config, self._notify)
+        self._own = Own(name, self._dispatcher, self._text)
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
         self._server: uvicorn.Server | None = None
@@ -115,7 +120,8 @@ class Gateway:
         trials = Trials(self._text, limits.vocab_size)
         service = Service(self._text, self._dispatcher, limits, trials, tools, reasoning)
         keyring = Keyring((one.get_secret_value() for one in self._config.api_keys), self._config.keys_file)
-        app = create_app(service, self._ready, self._telemetry.render, self._config, keyring, self._targets)
+        shown = dashboard(self._seen_cluster(limits), keyring)
+        app = create_app(service, self._ready, self._telemetry.render, self._config, keyring, self._targets, [shown])
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._watch_all()
@@ -180,6 +186,18 @@ class Gateway:
         views = [one for one in self._view.workers.values() if one.status is not None]
         return [one.status if one.alive else replace(one.status, state="dead") for one in views if one.status]
 
+    async def lately(self, viewer: Viewer, since: int) -> dict[str, Any]:
+        """For another gateway's dashboard; see `Own.lately`."""
+        return self._own.lately(viewer, since)
+
+    async def requests(self, viewer: Viewer) -> list[dict[str, Any]]:
+        """For another gateway's dashboard; see `Own.requests`."""
+        return self._own.requests(viewer)
+
+    async def request(self, viewer: Viewer, number: int) -> dict[str, Any] | None:
+        """For another gateway's dashboard; see `Own.request`."""
+        return self._own.request(viewer, number)
+
     async def drain(self) -> int:
         """Become unready, let running requests finish for a while, then close; returns how many were cut off."""
         self._draining = True
@@ -204,6 +222,14 @@ class Gateway:
         until = time.monotonic() + MEET_S
         while time.monotonic() < until and any(self._replicas.heard(name) is None for name in self._view.workers):
             await asyncio.sleep(0.02)
+
+    def _seen_cluster(self, limits: Limits) -> Cluster:
+        about = {"model": limits.model, "block_size": limits.block_size}
+        return Cluster(self._own, self._router, self._directory, self._other_gateways, self._text, about)
+
+    def _other_gateways(self) -> list[str]:
+        assert self._gossip is not None
+        return sorted(member.name for member, _ in self._gossip.gossip.membership.routers())
 
     def _notify(self, notice: Notice) -> None:
         if self._gossip is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,9 +40,10 @@ def create_app(
     config: GatewayConfig,
     keyring: Keyring,
     targets: Callable[[], list[dict[str, Any]]] = list,
+    more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
-    `render` gives the metrics' text, and `targets` says where others have theirs."""
+    `render` gives the metrics' text, `targets` says where others have theirs, and `more` are routes besides."""
     app = FastAPI(
         title="Headwater",
         description="OpenAI-compatible gateway",
@@ -66,6 +67,8 @@ def create_app(
     app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
     app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
     app.include_router(routes_messages.routes(service, check_ready))
+    for routes in more:
+        app.include_router(routes)
     app.openapi = partial(document, app)  # type: ignore[method-assign]
     return app
 

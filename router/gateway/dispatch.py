@@ -20,6 +20,7 @@ from router.admission import Admission
 from router.config import GatewayConfig, RouterConfig
 from router.gateway import errors, metrics, tracing
 from router.gateway.errors import ApiError, failed, invalid, overloaded, unavailable
+from router.gateway.recent import Recent, Record
 from router.route import NoWorkers, Router, Ticket
 from router.view import BOTH, DECODE, PREFILL
 from transfer.directory import Directory, PeerDead, PeerError
@@ -88,6 +89,7 @@ class _Attempt:
     plan: Plan
     ticket: Ticket
     span: Span
+    record: Record
     queue: asyncio.Queue[Delta | Exception] = field(default_factory=asyncio.Queue)
     begun: bool = False
     finished: bool = False
@@ -105,7 +107,8 @@ class _Attempt:
 
 
 class Dispatcher:
-    """All requests of one gateway; `name` is what workers deliver to. `notify` is told of every dispatch."""
+    """All requests of one gateway; `name` is what workers deliver to. `notify` is told of every dispatch, and `recent`
+    has what became of the last ones."""
 
     def __init__(
         self,
@@ -125,6 +128,7 @@ class Dispatcher:
         self._admission = Admission(config.first_token_target_s)
         self._attempts: dict[str, _Attempt] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.recent = Recent()
         self.in_flight = 0
 
     def deliver(self, deltas: list[Delta]) -> None:
@@ -155,9 +159,12 @@ class Dispatcher:
                 refusal.again_s,
             )
 
-    async def generate(self, prompt: Prompt, sampling: SamplingParams) -> AsyncGenerator[Output, None]:
-        """The request's output. Close the iterator to abort. Raises ApiError: 429, 503, 504 behind its deadline, 400
-        where no worker can answer it, or 500 when it cannot be completed."""
+    async def generate(
+        self, prompt: Prompt, sampling: SamplingParams, record: Record | None = None
+    ) -> AsyncGenerator[Output, None]:
+        """The request's output. Close the iterator to abort. What happens is written into the `record`. Raises
+        ApiError: 429, 503, 504 behind its deadline, 400 where no worker can answer it, or 500 when it cannot be
+        completed."""
         allowed = self._config.request_timeout_s
         allowed = allowed if prompt.timeout_s is None else min(allowed, prompt.timeout_s)
         deadline = time.monotonic() + allowed
@@ -165,18 +172,20 @@ class Dispatcher:
         first: Delta | None = None
         avoid: frozenset[str] = frozenset()
         wait = self._admission.wait(prompt.tenant, prompt.weight, prompt.priority)
+        record = record or self.recent.begin(prompt.tokens, prompt.tenant, sampling.max_tokens)
         self.in_flight += 1
         try:
             left, full, moves = self._router_config.attempts, MAX_FULL, MAX_MOVES
             for number in count(1):
                 with tracing.attempt(number) as span:
-                    attempt = self._start(prompt, sampling, sent, deadline, avoid, span)
+                    attempt = self._start(prompt, sampling, sent, deadline, avoid, span, record)
                     try:
                         async for delta in self._ordered(attempt, deadline, allowed):
                             first = first or delta
                             if not attempt.begun:
                                 self._computed(attempt, prompt.chain, delta.cached_tokens)
                             sent.extend(delta.tokens)
+                            record.tokens(len(delta.tokens), delta.cached_tokens, delta.loaded)
                             attempt.finished = delta.finish_reason is not None
                             if attempt.finished:
                                 self._holds(attempt, prompt, sent)
@@ -187,6 +196,7 @@ class Dispatcher:
                                 return
                     except AttemptFailed as error:
                         tracing.failed(span, str(error), error.moved)
+                        record.note("lost", why=str(error))
                         if error.moved and moves:
                             moves -= 1
                             if sent and (attempt.handed_off or attempt.plan.decode is None):
@@ -201,9 +211,13 @@ class Dispatcher:
                         avoid |= error.workers
                     finally:
                         self._end(attempt)
+        except ApiError as error:
+            record.end("failed", error.message)
+            raise
         finally:
             wait.left()
             self.in_flight -= 1
+            record.end("cancelled")  # unless whoever wanted it has all of it
 
     def _start(
         self,
@@ -213,6 +227,7 @@ class Dispatcher:
         deadline: float,
         avoid: frozenset[str],
         span: Span,
+        record: Record,
     ) -> _Attempt:
         if sent:  # what was asked about the prompt has been told
             sampling = replace(sampling, max_tokens=sampling.max_tokens - len(sent), prompt_logprobs=None)
@@ -234,7 +249,8 @@ class Dispatcher:
         begun = time.time_ns()
         plan, avoid = self._plan(prompt, request, avoid)
         tracing.routed(span, request.request_id, begun, plan)
-        attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request), span)
+        attempt = _Attempt(request, plan, self._dispatch(plan, prompt, request), span, record)
+        record.planned(plan)
         self._attempts[request.request_id] = attempt
         self._spawn(self._carry_out(attempt, prompt, avoid))
         return attempt
@@ -272,6 +288,7 @@ class Dispatcher:
             dispatch = self._router.numbered(plan, attempt.ticket, last=left == 1)
             name, arguments = plan.prefill, (request, plan.decode, plan.fetch, plan.new_tokens, dispatch)
             timeout = request.timeout_s + ABORT_TIMEOUT_S
+            attempt.record.note("sent", worker=name)
             try:
                 outcome: Outcome = await self._directory.call(name, "generate", *arguments, timeout=timeout)
             except PeerDead:
@@ -284,6 +301,10 @@ class Dispatcher:
             if outcome.status in ("done", "handed off"):
                 attempt.ticket.computed()
             attempt.handed_off = outcome.status == "handed off"
+            if attempt.handed_off:
+                attempt.record.handed_off(plan)
+            elif outcome.status != "done":
+                attempt.record.note(outcome.status, worker=outcome.worker or name)
             if request.request_id not in self._attempts:
                 # The abort may have come before the call.
                 await asyncio.gather(*(self._abort(one, request.request_id) for one in attempt.workers))
@@ -338,6 +359,7 @@ class Dispatcher:
             return False
         tracing.routed(attempt.span, attempt.request.request_id, begun, attempt.plan)
         attempt.ticket, attempt.begun = self._dispatch(attempt.plan, prompt, attempt.request), False
+        attempt.record.planned(attempt.plan)
         return True
 
     def _dispatch(self, plan: Plan, prompt: Prompt, request: Request) -> Ticket:

@@ -13,11 +13,19 @@ from router.gateway.messages import error_body
 OPEN = ("/health", "/ready", "/metrics", "/metrics/targets", "/docs", "/docs/oauth2-redirect", "/openapi.json")
 """Paths for operators and browsers, which tell nothing of requests."""
 MESSAGES = "/v1/messages"
+DASHBOARD, DASHBOARD_DATA = "/dashboard", "/dashboard/api/"
+"""The page, which has nothing to hide, and what it shows."""
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    page = path == DASHBOARD or path.startswith(f"{DASHBOARD}/")
+    return path in OPEN or (page and not path.startswith(DASHBOARD_DATA))
 
 
 class Keys:
     """Lets through who has a key, within the limits of its tenant; whom it lets through, `accounts.current` names. A
-    browser's preflight has no key, and needs none."""
+    browser's preflight has no key, and needs none. To look at the dashboard takes a key, but nothing of its limits."""
 
     def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
@@ -25,12 +33,14 @@ class Keys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] in OPEN or scope["method"] == "OPTIONS":
+        if scope["type"] != "http" or is_open(scope["path"]) or scope["method"] == "OPTIONS":
             await self._app(scope, receive, send)
             return
+        looks = scope["path"].startswith(DASHBOARD_DATA)
         try:
             account = self._account(scope)
-            account.begin()
+            if not looks:
+                account.begin()
         except ApiError as error:
             await _response(scope["path"], error)(scope, receive, send)
             return
@@ -38,7 +48,8 @@ class Keys:
         try:
             await self._app(scope, receive, send)
         finally:
-            account.end()
+            if not looks:
+                account.end()
             accounts.current.reset(before)
 
     def _account(self, scope: Scope) -> Account:

@@ -140,8 +140,9 @@ class Service:
         choice = self._choice(job)
         given, last, reason = 0, 0.0, None
         account = accounts.current.get()
+        record = self._dispatcher.recent.begin(job.prompt.tokens, job.prompt.tenant, job.sampling.max_tokens)
         try:
-            async with aclosing(self._dispatcher.generate(job.prompt, job.sampling)) as outputs:
+            async with aclosing(self._dispatcher.generate(job.prompt, job.sampling, record)) as outputs:
                 async for output in outputs:
                     now = time.monotonic()
                     if given:
@@ -158,6 +159,7 @@ class Service:
                     reason = piece.finish_reason
                     yield piece
                     if reason is not None:
+                        record.end(reason)
                         return
         finally:
             seen.ended(job, given, reason)

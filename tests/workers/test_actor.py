@@ -27,9 +27,11 @@ from tests.workers.house import (
     smooth,
     until,
 )
-from transfer.messages import Outcome
+from transfer.messages import Outcome, pack_tokens
+from transfer.outline import Outline
 from workers.engine.engine import Engine
 from workers.kv.pool import QUARANTINED
+from workers.outlines import REST_S
 
 
 def test_prompts_are_handed_over(house: House) -> None:
@@ -246,3 +248,24 @@ def test_random_schedules(house: House, seed: int) -> None:
     # Tokens are checked on the way, and what is left behind by the fixture.
     outcomes = house.run(scenario())
     assert len(outcomes) == 8
+
+
+def test_people_may_look_at_caches_while_they_are_used(house: House) -> None:
+    """However many at once: they change nothing, and between two walks there is a rest."""
+    prompt = house.cases[2][0]
+
+    async def scenario() -> tuple[str, list[Outline]]:
+        begun = asyncio.create_task(house.ask(2, b"looked at"))
+        looks = [await asyncio.gather(*(house.p.outline((), None, 50) for _ in range(3)))]
+        answer = await begun
+        looks.append([await house.p.outline((), b"looked", 50), await house.p.outline((), b"others", 50)])
+        return answer, [look for some in looks for look in some]
+
+    before = time.monotonic()
+    answer, (*_, mine, others) = house.run(scenario())
+    assert time.monotonic() - before > 4 * REST_S
+    assert answer == "right"
+    assert [run.salt for run in mine.runs[:2]] == [b"", b"looked at"]
+    assert mine.runs[2].packed == pack_tokens(prompt)[: len(mine.runs[2].packed)]
+    assert sum(run.device for run in mine.runs) >= len(prompt)
+    assert len(others.runs) == 1

@@ -142,6 +142,11 @@ class RadixCache:
         self._watcher = watcher
 
     @property
+    def roots(self) -> dict[bytes, Node]:
+        """The root of each salt's tree; do not change it."""
+        return self._roots
+
+    @property
     def evictable(self) -> int:
         """Blocks that eviction could free: all that no pin holds."""
         return self.cached - self.pinned

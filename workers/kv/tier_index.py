@@ -189,6 +189,11 @@ class TierIndex:
     def __len__(self) -> int:
         return len(self._by_digest)
 
+    @property
+    def roots(self) -> dict[bytes, Entry]:
+        """The root of each salt's entries; do not change it."""
+        return self._roots
+
     def walk(self, salt: bytes, tokens: bytes) -> list[Entry]:
         """The entries of packed `tokens`, in whole blocks from the first on, as far as there are some; those on their
         way to a tier included."""
