@@ -108,7 +108,7 @@ def cluster(text: Text, keys: Path | None = None, others: tuple[str, ...] = ()) 
     about = {"model": MODEL, "block_size": 16}
     whole = Cluster(own, router, played, lambda: list(others), text, about)
     keyring = Keyring((), keys)
-    return create_app(service, lambda: True, lambda: b"", config, keyring, [routes(whole, keyring)]), played
+    return create_app(service, lambda: True, lambda: b"", config, keyring, more=[routes(whole, keyring)]), played
 
 
 def body(words: str, tokens: int = 3, **more: Any) -> dict[str, Any]:
