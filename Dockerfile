@@ -45,7 +45,7 @@ COPY --chown=1000:1000 transfer src/transfer
 COPY --chown=1000:1000 workers src/workers
 COPY --chown=1000:1000 router src/router
 COPY --chown=1000:1000 cluster src/cluster
-RUN if [ "${ACCELERATOR}" = cuda ]; then extras=cluster,cuda; else extras=cluster; fi \
+RUN if [ "${ACCELERATOR}" = cuda ]; then extras=cluster,parquet,cuda; else extras=cluster,parquet; fi \
     && pip install -c constraints.txt "./src[${extras}]" \
     && rm -rf src
 RUN if [ -n "${MODEL}" ]; then HEADWATER_CACHE=/opt/headwater headwater model pull "${MODEL}"; fi

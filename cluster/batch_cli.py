@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,14 +23,12 @@ from cluster.signals import interruptible, on_signals
 
 if TYPE_CHECKING:
     from cluster.control import Control
-    from router.batch.index import Done, Index, Line
-    from router.batch.journal import Journal, Written
+    from router.batch.index import Index, Line
+    from router.batch.journal import Journal
     from router.batch.tally import Tally
 
 SOME_FAILED = 3
 """Exit code of a batch that has come to its end, with rows that failed."""
-SLOTS = 32
-"""Requests under way for each worker that answers: half of those that it can run, so that others find a place."""
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -46,7 +44,10 @@ class Reach:
 
 def batch(
     inputs: Annotated[
-        list[str], typer.Argument(metavar="INPUT...", help="batch files, or patterns such as 'in/*.jsonl'")
+        list[str],
+        typer.Argument(
+            metavar="INPUT...", help="batch files (JSON lines or Parquet), or patterns such as 'in/*.jsonl'"
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", "-o", help="file for the answers; what is there is not done again")
@@ -60,7 +61,7 @@ def batch(
     model: Model = None,
     concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help=f"requests under way at a time; default: {SLOTS} for each answering worker"),
+        typer.Option(min=1, help="requests under way at a time; default: half of what answering workers can run"),
     ] = None,
     grouping: Annotated[
         bool, typer.Option("--grouping/--no-grouping", help="sort by shared prefix; otherwise in the inputs' order")
@@ -81,13 +82,14 @@ def batch(
     from cluster.batch_progress import outcome_of
     from router.batch.index import Index
     from router.batch.journal import Journal
-    from router.batch.tally import Tally
+    from router.batch.run import SLOTS, resumed
 
-    with _errors.status("reading") as status:
-        index = Index(_paths(inputs, output), lambda lines: status.update(f"reading: {lines:,} lines"))
+    with _errors.status("reading") as status, ExitStack() as opened:
+        paths = _paths(inputs, output)
+        readable = [_readable(path, opened) for path in paths]
+        index = Index(readable, lambda lines: status.update(f"reading: {lines:,} lines"), [str(one) for one in paths])
     with index, Journal(output) as journal:
-        tally = Tally(index.total)
-        tally.before = index.mark(_counted(journal.written(), tally))
+        tally = resumed(index, journal)
         if tally.done < tally.total:
             with _reached(url, address, standalone, config, model) as reach:
                 slots = concurrency or SLOTS * reach.answering
@@ -131,8 +133,6 @@ def _paths(patterns: list[str], output: Path) -> list[Path]:
             found = [one for one in found if not (output.exists() and one.samefile(output))]
         paths |= dict.fromkeys(found)
     for path in paths:
-        if path.suffix == ".parquet":
-            raise UserError(f"{path}: Parquet cannot be read; write it as JSON lines")
         if not path.is_file():
             raise UserError(f"{path}: is no file that can be read twice, such as a pipe or a directory")
         if output.exists() and path.samefile(output):
@@ -140,11 +140,13 @@ def _paths(patterns: list[str], output: Path) -> list[Path]:
     return list(paths)
 
 
-def _counted(rows: Iterable[Written], tally: Tally) -> Iterator[Done]:
-    """Which lines the rows are of."""
-    for row in rows:
-        tally.failed_before += row.failed
-        yield row.of
+def _readable(path: Path, opened: ExitStack) -> Path:
+    """The file, or where it is Parquet, its lines, until `opened` is closed."""
+    from router.batch.parquet import SUFFIX, as_lines
+
+    if path.suffix != SUFFIX:
+        return path
+    return Path(f"/dev/fd/{opened.enter_context(as_lines(path)).fileno()}")
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from cluster import running
 from cluster.batch_cli import batch
 from cluster.bench.cli import app as bench_app
 from cluster.cache_cli import app as cache_app
-from cluster.config import ClusterConfig, load, on_this_machine
+from cluster.config import ClusterConfig, load, on_this_machine, with_batches
 from cluster.deploy_cli import Address, add_to, connected
 from cluster.errors import UserError
 from cluster.key_cli import app as key_app
@@ -84,6 +84,9 @@ def serve(
     keys_file: Annotated[
         Path | None, typer.Option(help="file of tenants and API keys; default: no keys needed")
     ] = None,
+    batch_path: Annotated[
+        Path | None, typer.Option(help="directory of /v1/files and /v1/batches; default: in the cache, for 127.0.0.1")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="memory of a worker's KV pool, such as 1GiB")] = None,
@@ -111,6 +114,7 @@ def serve(
         "gateway.tool_parser": tool_parser,
         "gateway.reasoning_parser": reasoning_parser,
         "gateway.keys_file": keys_file,
+        "gateway.batch_path": batch_path,
         "worker.dtype": dtype,
         "worker.device": device,
         "worker.kv_memory": kv_memory,
@@ -125,7 +129,7 @@ def serve(
     }
     try:
         settings = load(config, flags)
-        _serve(settings if address else on_this_machine(settings), address)
+        _serve(settings if address else with_batches(on_this_machine(settings)), address)
     except KeyboardInterrupt:
         raise typer.Exit(0) from None
 

@@ -23,6 +23,7 @@ from router.config import GatewayConfig, RouterConfig
 from transfer.config import TransferConfig
 from transfer.gossip.config import GossipConfig
 from workers.config import TiersConfig, WorkerConfig
+from workers.paths import cache_dir
 
 ENV_PREFIX = "HEADWATER__"
 SECRETS = ("gossip.key", "gateway.api_keys", "gateway.keys_file")
@@ -140,6 +141,15 @@ def on_this_machine(config: ClusterConfig) -> ClusterConfig:
     gossip = config.gossip.model_copy(update={"host": config.gossip.host or "127.0.0.1"})
     telemetry = config.telemetry.model_copy(update={"metrics_host": config.telemetry.metrics_host or "127.0.0.1"})
     return config.model_copy(update={"gossip": gossip, "telemetry": telemetry})
+
+
+def with_batches(config: ClusterConfig) -> ClusterConfig:
+    """The same, with files and batches in the user's cache where nothing is said of them and only this machine's users
+    can reach the gateway: others could fill its disk."""
+    gateway = config.gateway
+    if "batch_path" in gateway.model_fields_set or gateway.host not in ("127.0.0.1", "::1", "localhost"):
+        return config
+    return config.model_copy(update={"gateway": gateway.model_copy(update={"batch_path": cache_dir() / "batches"})})
 
 
 def load(file: Path | None, flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> ClusterConfig:

@@ -97,6 +97,14 @@ class GatewayConfig(BaseModel):
         1000, ge=0, description="responses of /v1/responses that a gateway remembers; the oldest are forgotten first"
     )
     max_stored_bytes: int = Field(64 * 2**20, ge=0, description="memory that these take at most, with their inputs")
+    batch_path: Path | None = Field(
+        None, description="directory for files and batches of /v1/files and /v1/batches, shared by all gateways"
+    )
+    max_batch_file_bytes: int = Field(200 * 2**20, ge=1, description="largest file that may be uploaded")
+    max_batch_files: int = Field(1000, ge=1, description="files that a tenant may have there")
+    max_batches: int = Field(
+        1000, ge=1, description="batches of a tenant that are remembered; the oldest that are over are forgotten first"
+    )
     drain_s: float = Field(4.0, ge=0, description="how long running requests may still finish when stopping")
 
     @field_validator("chat_template")
@@ -119,6 +127,11 @@ class GatewayConfig(BaseModel):
             read(value)
             return value.absolute()
         return None
+
+    @field_validator("batch_path")
+    @classmethod
+    def _is_a_place(cls, value: Path | None) -> Path | None:
+        return value.absolute() if value is not None else None
 
     @field_validator("api_keys")
     @classmethod

@@ -13,14 +13,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from router.batch.errors import BatchError
-from router.batch.lines import MAX_LINE_BYTES, BadLine, parse, prefix_key
+from router.batch.errors import BatchError, Problem, Refused
+from router.batch.lines import MAX_LINE_BYTES, URLS, BadLine, WrongUrl, parse, prefix_key
 
 CACHE_KIB = 8 * 1024
 READ_AT_ONCE = 256
 """Lines of a lane that are looked up at a time."""
 TOLD_EVERY = 10_000
 """Lines between two reports of how many have been read."""
+MAX_PROBLEMS = 100
+"""Problems that are told of, of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,20 @@ class Done:
 class Index:
     """The lines of some inputs. SQLite deletes a temporary database itself, however the process ends."""
 
-    def __init__(self, inputs: Sequence[Path], told: Callable[[int], None] = lambda _: None) -> None:
-        """Read all inputs; `told` is told how many lines there are so far. Raises BatchError for one that cannot be
-        read, and for a `custom_id` that is used twice."""
+    def __init__(
+        self,
+        inputs: Sequence[Path],
+        told: Callable[[int], None] = lambda _: None,
+        names: Sequence[str] | None = None,
+        url: str | None = None,
+    ) -> None:
+        """Read all inputs; `told` is told how many lines there are so far. In rows and errors they have these `names`,
+        or their paths. Raises BatchError for one that cannot be read, what `told` raises, and Refused for a `custom_id`
+        that is used twice and, where there is a `url`, for lines that have another."""
         self.inputs = list(inputs)
+        self._names = list(names) if names is not None else [str(path) for path in inputs]
+        self._urls = (url,) if url is not None else URLS
+        self._wrong: list[Problem] = []
         self._files: list[tuple[int, int]] = []
         self._starts: list[int] = []
         self._db = sqlite3.connect("", isolation_level=None, check_same_thread=False)
@@ -63,7 +75,7 @@ class Index:
         try:
             self._read_all(told)
             self._db.execute("CREATE INDEX ids ON lines (id)")
-            self._refuse_duplicates()
+            self._refuse(url is not None)
         except BaseException:
             self.close()
             raise
@@ -84,7 +96,7 @@ class Index:
     def where(self, number: int) -> tuple[str, int]:
         """The input that a line is in, and its number there."""
         file = bisect_right(self._starts, number) - 1
-        return str(self.inputs[file]), number - self._starts[file] + 1
+        return self._names[file], number - self._starts[file] + 1
 
     def mark(self, rows: Iterable[Done]) -> int:
         """These need not be done again; how many there are. Raises BatchError for one that is of no line."""
@@ -116,7 +128,7 @@ class Index:
         """The line's bytes. Raises BatchError when its input was changed meanwhile."""
         file, changed = self._files[line.input]
         if os.fstat(file).st_mtime_ns != changed:
-            raise BatchError(f"{self.inputs[line.input]}: was changed while the batch ran")
+            raise BatchError(f"{self._names[line.input]}: was changed while the batch ran")
         return os.pread(file, min(line.length, MAX_LINE_BYTES + 1), line.offset)
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -129,39 +141,63 @@ class Index:
                     self._files.append((os.dup(file.fileno()), os.fstat(file.fileno()).st_mtime_ns))
                     self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, 0)", self._rows(number, file, told))
             except OSError as error:
-                raise BatchError(f"{path}: cannot be read: {error.strerror}") from None
+                raise BatchError(f"{self._names[number]}: cannot be read: {error.strerror}") from None
 
     def _rows(
         self, number: int, file: BinaryIO, told: Callable[[int], None]
     ) -> Iterator[tuple[int, int, int, str | None, bytes]]:
         for start, length, line in _lines(file):
-            custom_id, key = _described(line)
-            yield number, start, length, custom_id, key
             self.total += 1
+            custom_id, key = self._described(line)
+            yield number, start, length, custom_id, key
             if self.total % TOLD_EVERY == 0:
                 told(self.total)
 
-    def _refuse_duplicates(self) -> None:
-        twice = "SELECT min(rowid) AS one FROM lines WHERE id IS NOT NULL GROUP BY id HAVING count(*) > 1"
-        first, count = self._db.execute(f"SELECT min(one), count(*) FROM ({twice})").fetchone()
-        if first is None:
+    def _described(self, line: bytes) -> tuple[str | None, bytes]:
+        """The id and the sort key of the last line so far; one that is no request comes first."""
+        try:
+            item = parse(line, self._urls)
+        except BadLine as error:
+            if isinstance(error, WrongUrl) and len(self._wrong) < MAX_PROBLEMS:
+                self._wrong.append(Problem("invalid_url", str(error), self.where(self.total)[1]))
+            return error.custom_id, b""
+        return item.custom_id, prefix_key(item)
+
+    def _refuse(self, one_url: bool) -> None:
+        """Raises Refused for what no row could make good."""
+        repeated = self._repeated()
+        wrong = self._wrong if one_url else []
+        if not (repeated or wrong):
             return
-        (custom_id,) = self._db.execute("SELECT id FROM lines WHERE rowid = ?", (first,)).fetchone()
-        same = "SELECT min(rowid) FROM lines WHERE id = ? AND rowid > ?"
-        (second,) = self._db.execute(same, (custom_id, first)).fetchone()
-        one, other = ("{}:{}".format(*self.where(number)) for number in (first, second))
-        more = f"; {count - 1} more are used more than once" if count > 1 else ""
-        raise BatchError(f"{other}: custom_id: {custom_id[:100]!r} is used in {one} already{more}")
+        problems = [Problem("duplicate_custom_id", told, self.where(second)[1]) for second, told in repeated] + wrong
+        problems.sort(key=lambda one: one.line or 0)
+        message = problems[0].message
+        if repeated:
+            name, line = self.where(repeated[0][0])
+            message = f"{name}:{line}: {repeated[0][1]}"
+        raise Refused(message, problems[:MAX_PROBLEMS])
+
+    def _repeated(self) -> list[tuple[int, str]]:
+        """Of ids that are used more than once the first ones: the second line that has it, and what to say of it."""
+        twice = "SELECT min(rowid) AS one, id FROM lines WHERE id IS NOT NULL GROUP BY id HAVING count(*) > 1"
+        (count,) = self._db.execute(f"SELECT count(*) FROM ({twice})").fetchone()
+        told: list[tuple[int, str]] = []
+        for first, custom_id in self._db.execute(f"{twice} ORDER BY one LIMIT {MAX_PROBLEMS}").fetchall():
+            same = "SELECT min(rowid) FROM lines WHERE id = ? AND rowid > ?"
+            (second,) = self._db.execute(same, (custom_id, first)).fetchone()
+            name, line = self.where(first)
+            more = f"; {count - 1} more are used more than once" if count > 1 and not told else ""
+            told.append((second, f"custom_id: {custom_id[:100]!r} is used in {name}:{line} already{more}"))
+        return told
 
     def _mark(self, row: Done) -> bool:
         if row.custom_id is not None:
             return bool(self._db.execute("UPDATE lines SET done = 1 WHERE id = ?", (row.custom_id,)).rowcount)
-        names = [str(path) for path in self.inputs]
-        if row.input not in names:
+        if row.input not in self._names:
             return False
-        number = self._starts[names.index(row.input)] + row.line - 1
+        file = self._names.index(row.input)
         same = "UPDATE lines SET done = 1 WHERE rowid = ? AND input = ? AND id IS NULL"
-        return bool(self._db.execute(same, (number, names.index(row.input))).rowcount)
+        return bool(self._db.execute(same, (self._starts[file] + row.line - 1, file)).rowcount)
 
     def _lane(self, first: int, last: int) -> Iterator[Line]:
         """The lines after the first `first` in order, up to the `last`."""
@@ -182,12 +218,3 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
             end += len(more)
         yield start, end - start - more.endswith(b"\n"), line.removesuffix(b"\n")
         start = end
-
-
-def _described(line: bytes) -> tuple[str | None, bytes]:
-    """The id and the sort key of a line; one that is no request comes first."""
-    try:
-        item = parse(line)
-    except BadLine as error:
-        return error.custom_id, b""
-    return item.custom_id, prefix_key(item)

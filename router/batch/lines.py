@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,10 @@ class BadLine(Exception):
         self.custom_id = custom_id
 
 
+class WrongUrl(BadLine):
+    """The line asks for another route than those that it may ask for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One request of a batch."""
@@ -59,8 +64,8 @@ class Item:
         return json.dumps(defaults | self.body).encode()
 
 
-def parse(line: bytes) -> Item:
-    """A line as a request. Raises BadLine."""
+def parse(line: bytes, urls: Sequence[str] = URLS) -> Item:
+    """A line as a request for one of these routes. Raises BadLine."""
     data = _object(line)
     custom_id = data.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
@@ -71,8 +76,9 @@ def parse(line: bytes) -> Item:
         raise BadLine(f"{_shown(min(unknown))}: only {', '.join(FIELDS)} are known in a line", custom_id)
     if data.get("method") != "POST":
         raise BadLine(f"method: must be 'POST', got {_shown(data.get('method'))}", custom_id)
-    if data.get("url") not in URLS:
-        raise BadLine(f"url: must be one of {', '.join(URLS)}, got {_shown(data.get('url'))}", custom_id)
+    if data.get("url") not in urls:
+        allowed = repr(urls[0]) if len(urls) == 1 else f"one of {', '.join(urls)}"
+        raise WrongUrl(f"url: must be {allowed}, got {_shown(data.get('url'))}", custom_id)
     body = data.get("body")
     if not isinstance(body, dict):
         raise BadLine(f"body: must be an object, got {_shown(body)}", custom_id)

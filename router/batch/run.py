@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
-from router.batch.index import Index, Line
+from router.batch.index import Done, Index, Line
 from router.batch.journal import BAD_LINE, Journal
 from router.batch.lines import BadLine, Item, parse
 from router.batch.send import Answer
 from router.batch.tally import Tally
 
+SLOTS = 32
+"""Requests under way for each worker that answers: half of those that it can run, so that others find a place."""
 SYNC_S = 1.0
 """What a machine that loses power may have answered for nothing."""
 Send = Callable[[Item], Awaitable[Answer]]
+
+
+def resumed(index: Index, journal: Journal) -> Tally:
+    """Mark the lines that have rows already; how far the batch is. Raises BatchError for a row that is of no line."""
+    tally = Tally(index.total)
+
+    def there() -> Iterator[Done]:
+        for row in journal.written():
+            tally.failed_before += row.failed
+            yield row.of
+
+    tally.before = index.mark(there())
+    return tally
 
 
 async def run(

@@ -36,10 +36,16 @@ class Answer:
 
 
 class Gateways:
-    """The gateways of a cluster, each asked in turn. `find` gives their URLs anew, when one cannot be reached; a
-    request may take `timeout_s` in all."""
+    """The gateways of a cluster, each asked in turn, over HTTP or another `transport`. `find` gives their URLs anew,
+    when one cannot be reached; a request may take `timeout_s` in all."""
 
-    def __init__(self, find: Callable[[], list[str]], timeout_s: float, key: str | None = None) -> None:
+    def __init__(
+        self,
+        find: Callable[[], list[str]],
+        timeout_s: float,
+        key: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         """Raises what `find` raises."""
         self._find = find
         self._timeout_s = timeout_s
@@ -51,6 +57,7 @@ class Gateways:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             verify=any(url.startswith("https:") for url in self._urls),
+            transport=transport,
         )
 
     async def __aenter__(self) -> Gateways:

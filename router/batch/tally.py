@@ -20,6 +20,7 @@ class Tally:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
     begun: float = field(default_factory=time.monotonic)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -30,7 +31,9 @@ class Tally:
         prompt = "prompt" if "prompt_tokens" in usage else "input"
         self.prompt_tokens += usage.get(f"{prompt}_tokens", 0)
         self.cached_tokens += (usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens", 0)
-        self.output_tokens += usage.get("completion_tokens", 0) or usage.get("output_tokens", 0)
+        answer = "completion" if "completion_tokens" in usage else "output"
+        self.output_tokens += usage.get(f"{answer}_tokens", 0)
+        self.reasoning_tokens += (usage.get(f"{answer}_tokens_details") or {}).get("reasoning_tokens", 0)
 
     @property
     def done(self) -> int:

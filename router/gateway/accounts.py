@@ -34,11 +34,13 @@ class Bucket:
     level: float
     at: float
 
-    def wait_s(self, now: float) -> float:
-        """Until something may be used again; 0 for now."""
-        self.level = min(self.per_minute * BURST_S / 60, self.level + (now - self.at) * self.per_minute / 60)
+    def wait_s(self, now: float, share: float = 1.0) -> float:
+        """Until something may be used again, by who leaves all but a `share` to others; 0 for now."""
+        most = self.per_minute * BURST_S / 60
+        self.level = min(most, self.level + (now - self.at) * self.per_minute / 60)
         self.at = now
-        return 0.0 if self.level >= 1 else (1 - self.level) * 60 / self.per_minute
+        needed = min(most, 1 + (1 - share) * most)
+        return 0.0 if self.level >= needed else (needed - self.level) * 60 / self.per_minute
 
     def take(self, amount: int) -> None:
         """Use some."""
@@ -73,13 +75,14 @@ class Account:
             self._tokens = _bucket(tenant.tokens_per_minute, now)
         self.tenant = tenant
 
-    def begin(self) -> None:
-        """A request begins. Raises ApiError 429 where a limit is reached."""
+    def begin(self, share: float = 1.0) -> None:
+        """A request begins. Raises ApiError 429 where a limit is reached, or a `share` of it, which is at least one
+        request at a time."""
         most, now = self.tenant.max_concurrent, self._clock()
-        if most is not None and self.running >= most:
+        if most is not None and self.running >= max(1, int(most * share)):
             raise _limited(f"{most} requests are under way, more are not allowed (max_concurrent)", 1.0)
         for bucket, name in ((self._requests, "requests_per_minute"), (self._tokens, "tokens_per_minute")):
-            if bucket is not None and (wait_s := bucket.wait_s(now)) > 0:
+            if bucket is not None and (wait_s := bucket.wait_s(now, share)) > 0:
                 raise _limited(f"the rate is at its limit of {bucket.per_minute} ({name})", wait_s)
         if self._requests is not None:
             self._requests.take(1)
@@ -137,6 +140,11 @@ class Keyring:
         """Whose key it is."""
         self._refresh()
         return self._by_key.get(hashed(key))
+
+    def named(self, name: str) -> Account | None:
+        """The account of a tenant; "" is that of all where nobody needs a key."""
+        self._refresh()
+        return self._accounts.get(name) if self.needed else NOBODY if not name else None
 
     def _refresh(self) -> None:
         now = self._clock()

@@ -19,6 +19,7 @@ from router.config import GatewayConfig, RouterConfig
 from router.gateway import metrics
 from router.gateway.accounts import Keyring
 from router.gateway.app import create_app
+from router.gateway.batches.runner import Runner
 from router.gateway.dashboard.cluster import Cluster
 from router.gateway.dashboard.own import Own
 from router.gateway.dashboard.routes import routes as dashboard
@@ -32,7 +33,7 @@ from router.gateway.targets import targets
 from router.gateway.text import Text
 from router.gateway.trial import Trials
 from router.route import Router
-from router.view import View
+from router.view import DECODE, PREFILL, View
 from transfer.directory import Directory, PeerDead, PeerError, here
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import ROUTER, Address, Notice
@@ -87,6 +88,7 @@ class Gateway:
         metrics.observe(self._view, lambda: self._dispatcher.in_flight)
         self._draining = False
         self._server: uvicorn.Server | None = None
+        self._runner: Runner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._watched: dict[str, asyncio.Task[None]] = {}
 
@@ -125,6 +127,9 @@ class Gateway:
         self._server = uvicorn.Server(ServerConfig(app, self._config))
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listener]))]
         self._watch_all()
+        self._runner = app.state.runner
+        if self._runner is not None:
+            self._runner.start(self._crew)
         while not self._server.started and not self._tasks[0].done():
             await asyncio.sleep(0.01)
         gc.freeze()  # what is loaded stays; the collector need not walk through it while tokens wait
@@ -201,6 +206,8 @@ class Gateway:
     async def drain(self) -> int:
         """Become unready, let running requests finish for a while, then close; returns how many were cut off."""
         self._draining = True
+        if self._runner is not None:
+            await self._runner.stop()
         until = time.monotonic() + self._config.drain_s
         while self._dispatcher.in_flight and time.monotonic() < until:
             await asyncio.sleep(0.02)
@@ -242,6 +249,10 @@ class Gateway:
     def _targets(self) -> list[dict[str, Any]]:
         scheme = "https" if self._config.tls_certificate is not None else "http"
         return targets(self._view.workers.values(), self._gateways, scheme)
+
+    def _crew(self) -> tuple[int, int]:
+        roles = [one.role for one in self._view.workers.values() if one.alive]
+        return sum(role != DECODE for role in roles), sum(role != PREFILL for role in roles)
 
     def _ready(self) -> bool:
         return self._view.ready and not self._draining

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,9 +14,10 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from router.config import GatewayConfig
-from router.gateway import request_id, routes_messages, routes_responses, routes_tokens
+from router.gateway import request_id, routes_batches, routes_messages, routes_responses, routes_tokens
 from router.gateway.accounts import Keyring
 from router.gateway.answers import ChatAnswer, CompletionAnswer
+from router.gateway.batches.runner import Runner
 from router.gateway.errors import ApiError, invalid, unavailable
 from router.gateway.http import CLIENT_CLOSED, ClientGone, body_as, respond
 from router.gateway.keys import Keys
@@ -43,33 +44,48 @@ def create_app(
     more: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """The application over a service, for those with a key of the `keyring`. `ready` says whether it can serve now,
-    `render` gives the metrics' text, `targets` says where others have theirs, and `more` are routes besides."""
-    app = FastAPI(
-        title="Headwater",
-        description="OpenAI-compatible gateway",
-        docs_url="/docs",
-        redoc_url=None,
-        telemetry=NOT_FASTAPIS,
-    )
-    app.state.config = config
+    `render` gives the metrics' text, `targets` says where others have theirs, and `more` are routes besides. Its
+    `state.runner` carries out batches once it is started; None where they are off."""
 
     def check_ready() -> None:
         if not ready():
             raise unavailable("no worker of each role is ready")
 
+    asked = (
+        _openai_routes(service, check_ready),
+        routes_tokens.routes(service, check_ready),
+        routes_responses.routes(service, check_ready, config),
+    )
+    model, stores = service.limits.model, routes_batches.stores_of(config)
+    inner = _application(asked, config)
+    runner = None if stores is None else Runner(stores, model, inner, keyring)
+    batches = routes_batches.routes(stores, runner, model, config)
+    app = _application((_operator_routes(check_ready, render, targets), *asked, batches), config, keyring)
+    for routes in (routes_messages.routes(service, check_ready), *more):
+        app.include_router(routes)
+    app.openapi = partial(document, app)  # type: ignore[method-assign]
+    app.state.runner = runner
+    return app
+
+
+def _application(routers: Iterable[APIRouter], config: GatewayConfig, keyring: Keyring | None = None) -> FastAPI:
+    """These routes, for those with a key; without a `keyring` for the gateway itself."""
+    app = FastAPI(
+        title="Headwater",
+        description="OpenAI-compatible gateway",
+        docs_url="/docs" if keyring is not None else None,
+        openapi_url="/openapi.json" if keyring is not None else None,
+        redoc_url=None,
+        telemetry=NOT_FASTAPIS,
+    )
+    app.state.config = config
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_bad_parameter)
     app.add_exception_handler(ClientGone, _on_client_gone)
-    _pass_through(app, config.cors_origins, keyring)
-    app.include_router(_operator_routes(check_ready, render, targets), responses=ERRORS)
-    app.include_router(_openai_routes(service, check_ready), responses=ERRORS)
-    app.include_router(routes_tokens.routes(service, check_ready), responses=ERRORS)
-    app.include_router(routes_responses.routes(service, check_ready, config), responses=ERRORS)
-    app.include_router(routes_messages.routes(service, check_ready))
-    for routes in more:
-        app.include_router(routes)
-    app.openapi = partial(document, app)  # type: ignore[method-assign]
+    _pass_through(app, config.cors_origins, keyring or Keyring())
+    for one in routers:
+        app.include_router(one, responses=ERRORS)
     return app
 
 

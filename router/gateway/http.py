@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from router.config import GatewayConfig
 from router.gateway.answers import Answer
 from router.gateway.choice import Piece
-from router.gateway.errors import ApiError, failed
+from router.gateway.errors import ApiError, failed, invalid
 from router.gateway.schemas.common import parse
 
 _log = logging.getLogger(__name__)
@@ -44,6 +44,13 @@ async def body_as(kind: type[M], request: Request) -> M:
     if len(body) <= THREAD_BYTES:
         return parse(kind, body)
     return await asyncio.to_thread(parse, kind, body)
+
+
+def check_query(request: Request, *known: str) -> None:
+    """Raises ApiError 400 for a query parameter that is not known."""
+    for name, value in request.query_params.items():
+        if name not in known and (name, value) != ("stream", "false"):
+            raise invalid(f"{name[:100]}: this query parameter is not supported", name[:100], "unsupported_parameter")
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:

@@ -15,7 +15,7 @@ from router.config import GatewayConfig
 from router.gateway import accounts
 from router.gateway.background import Background
 from router.gateway.errors import ApiError, invalid
-from router.gateway.http import body_as, respond
+from router.gateway.http import body_as, check_query, respond
 from router.gateway.openapi import body_of
 from router.gateway.plans import plans
 from router.gateway.response_items import FIELDS, GOES_ON, listed, own_items, stored_items, to_chat
@@ -58,7 +58,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
 
     @router.get("/responses/{name}")
     async def retrieve(name: str, request: Request) -> Response:
-        _check_query(request)
+        check_query(request)
         if (answer := background.get(_owned(name))) is not None:
             return JSONResponse(answer.response())
         return Response(_stored(store, name).response, media_type="application/json")
@@ -87,7 +87,7 @@ def routes(service: Service, check_ready: Callable[[], None], config: GatewayCon
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:
-        _check_query(request, "after", "limit", "order")
+        check_query(request, "after", "limit", "order")
         answer = background.get(_owned(name))
         listed_items = answer.listed if answer is not None else _stored(store, name).input
         items = await asyncio.to_thread(json.loads, listed_items)
@@ -131,12 +131,6 @@ def _unknown(name: str) -> ApiError:
         "several gateways, send the whole input instead",
         code="response_not_found",
     )
-
-
-def _check_query(request: Request, *known: str) -> None:
-    for name, value in request.query_params.items():
-        if name not in known and (name, value) != ("stream", "false"):
-            raise invalid(f"{name[:100]}: this query parameter is not supported", name[:100], "unsupported_parameter")
 
 
 def _page(items: list[dict[str, Any]], after: str | None, limit: int) -> dict[str, Any]:

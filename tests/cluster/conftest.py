@@ -92,9 +92,11 @@ def pair(local_ray: None, smollm: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="session")
-def tiny_pair(local_ray: None, tiny: Path) -> Iterator[Cluster]:
-    """The same over the tiny model, whose prompts may have 1,024 tokens and are computed 64 at a time."""
-    made = Cluster(settings(**{"model.name": str(tiny), **TINY}), tiny, "test-tiny-pair")
+def tiny_pair(local_ray: None, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The same over the tiny model, whose prompts may have 1,024 tokens and are computed 64 at a time, with files and
+    batches."""
+    flags = {"model.name": str(tiny), "gateway.batch_path": tmp_path_factory.mktemp("batches"), **TINY}
+    made = Cluster(settings(**flags), tiny, "test-tiny-pair")
     made.start()
     yield made
     made.stop()

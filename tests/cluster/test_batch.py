@@ -111,10 +111,9 @@ def stopped(*arguments: str) -> str:
 
 def test_inputs_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "b.jsonl", "c.parquet", "out.jsonl"):
+    for name in ("a.jsonl", "b.jsonl", "out.jsonl"):
         Path(name).touch()
     assert stopped("no/*.jsonl", "-o", "out.jsonl") == "no/*.jsonl: no such file"
-    assert stopped("*.parquet", "-o", "out.jsonl") == "c.parquet: Parquet cannot be read; write it as JSON lines"
     assert stopped(".", "-o", "out.jsonl") == ".: is no file that can be read twice, such as a pipe or a directory"
     assert stopped("out.jsonl", "-o", "./out.jsonl") == "out.jsonl: is both input and output"
     assert stopped("a.jsonl", "-o", "o", "--url", "http://h", "--standalone").startswith("--url and --standalone excl")

@@ -13,6 +13,7 @@ import openai.types
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from openai.pagination import SyncCursorPage
 from openai.types import chat, responses
 from pydantic import TypeAdapter
 from schemathesis import APIOperation, Case, GenerationMode, Response
@@ -41,6 +42,13 @@ ANSWERS: dict[str, Any] = {
     "/v1/responses": responses.Response,
     "/v1/responses/{name}": responses.Response,
     "/v1/responses/{name}/cancel": responses.Response,
+    "/v1/files": openai.types.FileObject,
+    "GET /v1/files": SyncCursorPage[openai.types.FileObject],
+    "/v1/files/{file_id}": openai.types.FileObject,
+    "/v1/batches": openai.types.Batch,
+    "GET /v1/batches": SyncCursorPage[openai.types.Batch],
+    "/v1/batches/{batch_id}": openai.types.Batch,
+    "/v1/batches/{batch_id}/cancel": openai.types.Batch,
     "/v1/messages": anthropic.types.Message,
     "/v1/messages/count_tokens": anthropic.types.MessageTokensCount,
 }
@@ -66,6 +74,14 @@ class Api:
         self.statuses: Counter[tuple[str, int]] = Counter()
         body = {"model": self.model, "input": "Hi", "background": True, "max_output_tokens": FEW_TOKENS}
         self._stored = self.schema["/v1/responses"]["POST"].Case(body=body).call().json()["id"]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
+        long = {"model": self.model, "prompt": "Hi", "max_tokens": 500, "ignore_eos": True}
+        file = client.files.create(file=json.dumps({**line, "body": long}).encode(), purpose="batch")
+        quick = client.files.create(file=b"{}\n", purpose="batch")
+        made = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        client.batches.cancel(made.id)
+        self._there = {"file_id": quick.id, "batch_id": made.id}
 
     def call(self, case: Case, fits: bool) -> None:
         """Call and check."""
@@ -84,9 +100,14 @@ class Api:
         if "name" in case.path_parameters:
             exists = self.model if case.operation.path.startswith("/v1/models") else self._stored
             case.path_parameters["name"] = exists if len(case.path_parameters["name"]) % 4 else "none"
+        for name, there in self._there.items():
+            if name in case.path_parameters and len(case.path_parameters[name]) % 4:
+                case.path_parameters[name] = there
         body = case.body
         if not isinstance(body, dict):
             return
+        if "input_file_id" in body and len(str(body["input_file_id"])) % 4:
+            body["input_file_id"] = self._there["file_id"]
         if isinstance(body.get("model"), str) and len(body["model"]) % 8 < 7:
             body["model"] = self.model
         if fits:
@@ -97,10 +118,11 @@ class Api:
         path = case.operation.path
         if not answer.headers["content-type"][0].startswith("text/event-stream"):
             packed = isinstance(case.body, dict) and case.body.get("encoding_format") == "base64"
-            if path in ANSWERS and case.method != "DELETE" and not packed:
-                TypeAdapter(ANSWERS[path]).validate_json(answer.content, strict=True)
+            kind = ANSWERS.get(f"{case.method} {path}") or ANSWERS.get(path)
+            if kind is not None and case.method != "DELETE" and not packed:
+                TypeAdapter(kind).validate_json(answer.content, strict=True)
             return
-        kind: TypeAdapter[Any] = TypeAdapter(EVENTS[path])
+        event_kind: TypeAdapter[Any] = TypeAdapter(EVENTS[path])
         for line in answer.text.split("\n"):
             data = line.removeprefix("data: ")
             event = json.loads(data) if line.startswith("data: {") else None
@@ -108,7 +130,7 @@ class Api:
                 continue
             for choice in event.get("choices", []) if path == "/v1/completions" else []:
                 choice["finish_reason"] = choice["finish_reason"] or "stop"  # null has no type there
-            kind.validate_json(json.dumps(event), strict=True)
+            event_kind.validate_json(json.dumps(event), strict=True)
 
 
 def _integers(value: Any) -> Any:

@@ -327,3 +327,35 @@ class Whole:
     async def whole(self, pieces: AsyncGenerator[Piece, None]) -> None:
         async for _ in pieces:
             pass
+
+
+def test_who_takes_a_share_leaves_the_rest() -> None:
+    """And gets something where a limit is small: otherwise it would wait forever."""
+    now = 0.0
+    limits = Tenant(keys=[], max_concurrent=4, requests_per_minute=60)
+    account = Account("a", limits, lambda: now)
+    for _ in range(2):
+        account.begin(0.5)
+    with pytest.raises(ApiError, match="max_concurrent"):
+        account.begin(0.5)
+    account.begin()
+    for _ in range(3):
+        account.end()
+    for _ in range(27):
+        account.begin(0.5)
+        account.end()
+    with pytest.raises(ApiError, match="requests_per_minute") as caught:
+        account.begin(0.5)
+    assert caught.value.retry_after_s == 1
+    for _ in range(30):
+        account.begin()
+        account.end()
+    with pytest.raises(ApiError, match="requests_per_minute"):
+        account.begin()
+    now = 32.0
+    account.begin(0.5)
+    least = Account("b", Tenant(keys=[], max_concurrent=1, requests_per_minute=1), lambda: now)
+    least.begin(0.5)
+    least.end()
+    now += 60
+    least.begin(0.5)

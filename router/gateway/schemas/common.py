@@ -20,6 +20,7 @@ MAX_SALT_CHARS = 256
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.1, 10
 """Logits are multiplied with it or divided by it: they must stay finite."""
 
@@ -35,6 +36,15 @@ def _stops(value: str | list[str] | None) -> str | list[str] | None:
     return value
 
 
+def _metadata(value: dict[str, str] | None) -> dict[str, str] | None:
+    for key, text in (value or {}).items():
+        if len(key) > MAX_METADATA_KEY:
+            raise ValueError(f"a key has {len(key)} characters, at most {MAX_METADATA_KEY} are allowed")
+        if len(text) > MAX_METADATA_VALUE:
+            raise ValueError(f"{key!r} has {len(text)} characters, at most {MAX_METADATA_VALUE} are allowed")
+    return value
+
+
 def _off(value: bool) -> bool:
     if value:
         raise ValueError("only false is supported")
@@ -46,6 +56,7 @@ Items = Annotated[list[Item], Field(fail_fast=True)]
 """A list of any length from a client: one wrong element is reported, not each of a million."""
 Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False})]
 """Only `false`. Where Python is asked, 0 is that, too."""
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, Tag, TypeAdapter, ValidationInfo, field_validator
+from pydantic import Field, Tag, TypeAdapter, ValidationInfo, field_validator
 
 from router.gateway.schemas.chat import Name
 from router.gateway.schemas.common import (
@@ -13,6 +13,7 @@ from router.gateway.schemas.common import (
     MAX_TOP_LOGPROBS,
     Finite,
     Items,
+    Metadata,
     Off,
     Parsed,
     Returned,
@@ -20,18 +21,7 @@ from router.gateway.schemas.common import (
 )
 from router.gateway.schemas.tagged import by_type
 
-MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
-
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-def _metadata(value: dict[str, str] | None) -> dict[str, str] | None:
-    for key, text in (value or {}).items():
-        if len(key) > MAX_METADATA_KEY:
-            raise ValueError(f"a key has {len(key)} characters, at most {MAX_METADATA_KEY} are allowed")
-        if len(text) > MAX_METADATA_VALUE:
-            raise ValueError(f"{key!r} has {len(text)} characters, at most {MAX_METADATA_VALUE} are allowed")
-    return value
 
 
 class InputText(Strict):
@@ -203,7 +193,7 @@ class ResponsesRequest(Strict):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     store: bool | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=MAX_METADATA), AfterValidator(_metadata)] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
     stream: bool | None = None
     background: bool | None = None

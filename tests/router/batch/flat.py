@@ -4,7 +4,6 @@ answers' source is a stub."""
 
 import asyncio
 import json
-import resource
 import sys
 from pathlib import Path
 
@@ -35,7 +34,9 @@ def carry_out(path: Path, count: int, sent: int) -> None:
 
 
 def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """Of this program: `ru_maxrss` begins with what the process was before it became this."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 directory, lines, share = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
