@@ -23,6 +23,11 @@ def is_open(path: str) -> bool:
     return path in OPEN or (page and not path.startswith(DASHBOARD_DATA))
 
 
+def is_looked_at(path: str) -> bool:
+    """Whether a path is for people and operators, who are not counted among clients."""
+    return is_open(path) or path.startswith(DASHBOARD_DATA)
+
+
 class Keys:
     """Lets through who has a key, within the limits of its tenant; whom it lets through, `accounts.current` names. A
     browser's preflight has no key, and needs none. To look at the dashboard takes a key, but nothing of its limits."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.gateway import metrics, observed, request_id
 from router.gateway.errors import failed
 from router.gateway.http import CLIENT_CLOSED, OUTCOME
-from router.gateway.keys import DASHBOARD_DATA, is_open
+from router.gateway.keys import is_looked_at
 from transfer.tracing import enabled
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Traced:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or is_open(scope["path"]) or not enabled():
+        if scope["type"] != "http" or is_looked_at(scope["path"]) or not enabled():
             await self._app(scope, receive, send)
             return
         method = scope["method"] if scope["method"] in _METHODS else "_OTHER"
@@ -110,8 +110,7 @@ class Counted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        path = scope["path"]
-        if scope["type"] != "http" or is_open(path) or path.startswith(DASHBOARD_DATA):
+        if scope["type"] != "http" or is_looked_at(scope["path"]):
             await self._app(scope, receive, send)
             return
         status = 500

@@ -20,6 +20,7 @@ from router.gateway.recent import KEPT, MAX_EVENTS, Recent
 from router.gateway.text import Text
 from router.tenants import hashed
 from tests.router.dashboards import BLOCKS, CACHED, body, cluster
+from tests.telemetry import SAMPLED, spans, traced
 from transfer.messages import Plan, pack_tokens
 
 ACME, BEAN, CHIEF = "hw-acme-0123456789", "hw-bean-0123456789", "hw-chief-0123456789"
@@ -130,6 +131,15 @@ async def test_looking_uses_nothing_of_a_tenants_limits(text: Text, keys: Path) 
         for _ in range(5):
             assert (await http.get("/dashboard/api/cluster")).status_code == 200
         assert [(await http.post("/v1/completions", json=body("Hi"))).status_code for _ in range(3)] == [200, 200, 429]
+
+
+async def test_looking_leaves_no_trace(text: Text) -> None:
+    traced().clear()
+    app, _ = cluster(text)
+    async with asking(app) as http:
+        for path in ("/dashboard", "/dashboard/api/cluster", "/v1/models"):
+            assert (await http.get(path, headers={"traceparent": SAMPLED})).status_code == 200
+    assert [one.attributes["http.route"] for one in spans() if one.attributes] == ["/v1/models"]
 
 
 @pytest.mark.parametrize(
