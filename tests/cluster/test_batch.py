@@ -56,6 +56,15 @@ def without_ids(answer: Any) -> Any:
     return json.loads(text, object_hook=lambda one: {name: value for name, value in one.items() if name != "id"})
 
 
+def alike(one: Any, other: Any) -> bool:
+    """Numbers of an embedding may differ in their last digits: it depends on the other rows of a step."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[name], other[name]) for name in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return abs(one - other) < 1e-4 if isinstance(one, float) and isinstance(other, float) else bool(one == other)
+
+
 def rows_of(output: Path) -> list[dict[str, Any]]:
     return [json.loads(one) for one in output.read_bytes().splitlines()]
 
@@ -86,7 +95,7 @@ def test_a_killed_batch_goes_on_and_every_line_has_one_row(tiny_pair: Cluster, t
     found = {row["custom_id"]: row["response"] for row in rows}
     for url in BODIES:
         direct = post(f"{tiny_pair.url}{url}", body_of(url, 7)).json()
-        assert without_ids(answer_of(found[f"{url} 7"]["body"])) == without_ids(answer_of(direct))
+        assert alike(without_ids(answer_of(found[f"{url} 7"]["body"])), without_ids(answer_of(direct)))
         assert found[f"{url} 7"]["request_id"]
     assert found[f"{RESPONSES} 7"]["body"]["store"] is False
     assert_balance(tiny_pair)

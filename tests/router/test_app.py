@@ -174,10 +174,12 @@ async def test_every_route_is_described(http: httpx.AsyncClient) -> None:
             error = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
             shape = "MessagesError" if path.startswith("/v1/messages") else "ErrorAnswer"
             assert error == {"$ref": f"#/components/schemas/{shape}"}
-        if method == "post" and not path.endswith("/cancel"):
+        if path == "/v1/files" and method == "post":
+            assert set(operation["requestBody"]["content"]) == {"multipart/form-data"}
+        elif method == "post" and not path.endswith("/cancel"):
             body = operation["requestBody"]["content"]["application/json"]["schema"]
             fields = schemas[body["$ref"].rsplit("/", 1)[1]]["properties"]
-            assert "model" in fields
+            assert ("input_file_id" if path == "/v1/batches" else "model") in fields
             streamed = {"text/event-stream"} if "stream" in fields else set()
             answers = operation["responses"]["200"]["content"]
             assert set(answers) == {"application/json"} | streamed

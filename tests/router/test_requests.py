@@ -98,7 +98,8 @@ def with_changed_strings(value: Any) -> Iterator[Any]:
 
 async def test_these_are_all_routes(text: Text) -> None:
     paths = application(text, Played(says([1])), GatewayConfig()).openapi()["paths"]
-    assert {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})} == set(BODIES)
+    taken = {path for path, methods in paths.items() if "requestBody" in methods.get("post", {})}
+    assert taken == {*BODIES, "/v1/files", "/v1/batches"}  # these two have tests of their own
 
 
 @pytest.mark.parametrize("path", BODIES)
