@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import glob
 import re
 import signal
@@ -19,7 +18,7 @@ from rich.console import Console
 from cluster.config import load, on_this_machine
 from cluster.deploy_cli import Address, Model, connected
 from cluster.errors import UserError
-from cluster.signals import interruptible, on_signals
+from cluster.signals import interruptible, on_signals, run
 
 if TYPE_CHECKING:
     from cluster.control import Control
@@ -95,7 +94,7 @@ def batch(
                 slots = concurrency or SLOTS * reach.answering
                 order = index.order(grouping, min(reach.computing, slots))
                 try:
-                    asyncio.run(_run(index, journal, order, reach, api_key, timeout, slots, tally))
+                    run(_run(index, journal, order, reach, api_key, timeout, slots, tally))
                 except KeyboardInterrupt:
                     _errors.print(f"stopped at {tally.done:,}/{tally.total:,} rows: the same command goes on from here")
                     raise
@@ -114,12 +113,12 @@ async def _run(
     tally: Tally,
 ) -> None:
     from cluster.batch_progress import shown
-    from router.batch.run import run
+    from router.batch.run import run as carry_out
     from router.batch.send import Gateways
 
     tally.begun = time.monotonic()
     async with Gateways(reach.find, timeout_s, key) as gateways, shown(tally, _errors):
-        await run(index, journal, order, gateways.send, slots, tally)
+        await carry_out(index, journal, order, gateways.send, slots, tally)
 
 
 def _paths(patterns: list[str], output: Path) -> list[Path]:

@@ -125,6 +125,7 @@ def test_a_program_that_is_killed_or_none_says_so(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.long
 def test_generate_batch_computes_in_another_process(tiny: Path) -> None:
     """This one has threads of its own that compute, which would take OpenMP's helpers from it."""
     prompts, before = [[1, 2, 3], [1, 2, 4, 5]], set(threading.enumerate())

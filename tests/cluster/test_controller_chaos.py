@@ -26,7 +26,7 @@ def known(tiny: Path) -> list[Case]:
 def test_under_all_faults_no_token_is_wrong_and_nothing_is_lost(
     control: Control, known: list[Case], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check(control, known, 30.0, 1, capsys)
+    check(control, known, 20.0, 1, capsys)
 
 
 @pytest.mark.long

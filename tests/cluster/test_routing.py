@@ -106,6 +106,7 @@ def test_repeated_prompts_land_where_the_cache_is_through_either_gateway(wide: C
     assert_balance(wide)
 
 
+@pytest.mark.long
 def test_a_gateway_that_starts_late_knows_what_was_cached_before(wide: Cluster) -> None:
     """It takes the place of the one that is ended for it."""
     prompts = [words(100 + seed) for seed in range(20)]
@@ -175,6 +176,7 @@ def test_one_hot_prompt_does_not_go_to_one_worker(wide: Cluster) -> None:
     assert_balance(wide)
 
 
+@pytest.mark.long
 def test_random_requests_get_right_answers_or_proper_errors(wide: Cluster, tiny: Path) -> None:
     check_random_requests(wide, MODEL, VOCABULARY, Judge(tiny), weights=0, count=150)
 

@@ -188,6 +188,7 @@ EXTREME: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {
 }
 
 
+@pytest.mark.long
 def test_extremes_are_answered_soon_and_others_meanwhile(pair: Cluster) -> None:
     """One extreme after another, and JSON that is deeper than a body may have, beside short requests in a row."""
 
