@@ -23,8 +23,8 @@ def interruptible() -> None:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run`, for a command that is `interruptible`. Both cancel the work, and when it has closed what it had open,
-    KeyboardInterrupt is raised: at any point of the loop, it would tear that apart."""
+    """`asyncio.run`, for a command that is `interruptible`. Both cancel the work, and KeyboardInterrupt is raised when
+    it has closed what it had open: at any point of the loop, it would tear that apart."""
     stopped = False
 
     async def cancellable() -> None:
