@@ -16,7 +16,7 @@ CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES = URLS = (
     "/v1/responses",
 )
 FIELDS = ("custom_id", "method", "url", "body")
-MAX_LINE_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 PRIORITY = -100
 """The lowest there is: whoever waits for an answer goes first."""
 BEFORE_PROMPT = ("model", "cache_salt", "tools", "chat_template_kwargs", "instructions", "previous_response_id")

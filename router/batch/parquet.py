@@ -50,7 +50,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             _check(path, table.schema_arrow, arrow.types)
             for some in table.iter_batches(ROWS_AT_ONCE):
                 yield from some.to_pylist(maps_as_pydicts="strict")
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, KeyError) as error:  # KeyError: a map has a key twice
         raise BatchError(f"{path}: cannot be read as Parquet: {' '.join(str(error).split())}") from None
 
 

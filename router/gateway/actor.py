@@ -50,6 +50,8 @@ MEET_S = 3.0
 SERVER_END_S = 1.2
 """How long the HTTP server may take to end; see `server.CLOSING_S`."""
 FLUSH_S = 1.0
+BATCHES_END_S = 0.2
+"""How long batches may take to leave off, in any case."""
 """How long what is left of traces may take to be sent behind that."""
 
 
@@ -206,11 +208,12 @@ class Gateway:
     async def drain(self) -> int:
         """Become unready, let running requests finish for a while, then close; returns how many were cut off."""
         self._draining = True
-        if self._runner is not None:
-            await self._runner.stop()
+        batches = asyncio.create_task(self._runner.stop()) if self._runner is not None else None
         until = time.monotonic() + self._config.drain_s
         while self._dispatcher.in_flight and time.monotonic() < until:
             await asyncio.sleep(0.02)
+        if batches is not None:  # what does not end is gone on with by others, as after a crash
+            await asyncio.wait({batches}, timeout=max(BATCHES_END_S, until - time.monotonic()))
         cut = self._dispatcher.in_flight
         self._dispatcher.shut_down()
         if self._server is not None:
@@ -250,9 +253,10 @@ class Gateway:
         scheme = "https" if self._config.tls_certificate is not None else "http"
         return targets(self._view.workers.values(), self._gateways, scheme)
 
-    def _crew(self) -> tuple[int, int]:
+    def _crew(self) -> tuple[int, float]:
         roles = [one.role for one in self._view.workers.values() if one.alive]
-        return sum(role != DECODE for role in roles), sum(role != PREFILL for role in roles)
+        gateways = max(1, len(self._gateways))
+        return sum(role != DECODE for role in roles), sum(role != PREFILL for role in roles) / gateways
 
     def _ready(self) -> bool:
         return self._view.ready and not self._draining

@@ -76,7 +76,15 @@ class CarryOut:
             batch = self._batches.find(self._name) if ours else None
             if batch is not None and not batch.over:
                 self._carry_out(batch)
+                self._tidy()
             return ours
+
+    def _tidy(self) -> None:
+        """What a batch that is over does not need any more."""
+        batch = self._batches.find(self._name)
+        if batch is not None and batch.over:
+            for part in (ROWS, LINES):
+                self._batches.path(self._name, part).unlink(missing_ok=True)
 
     def _carry_out(self, batch: Batch) -> None:
         try:

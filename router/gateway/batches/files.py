@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -10,6 +12,8 @@ from typing import Any, BinaryIO
 
 from router.gateway.batches.shelf import Shelf
 from router.gateway.errors import ApiError, invalid
+
+_log = logging.getLogger(__name__)
 
 CONTENT = "content"
 INPUT, OUTPUT = "batch", "batch_output"
@@ -120,15 +124,18 @@ class Files:
         """Remove what has expired, and what others have left half done."""
         for name in self._shelf.names():
             record = self._shelf.read(name)
-            if record is not None and record["expires_at"] <= self._clock():
+            if record is not None and record.get("expires_at", math.inf) <= self._clock():
                 self._shelf.remove(name)
         self._shelf.sweep()
 
     def _read(self, name: str) -> StoredFile | None:
         record = self._shelf.read(name)
-        if record is None or record["expires_at"] <= self._clock():
+        try:
+            file = None if record is None else StoredFile(**record)
+        except TypeError as error:  # of another version, or damaged
+            _log.warning("the record of file %s cannot be read: %s", name, error)
             return None
-        return StoredFile(**record)
+        return None if file is None or file.expires_at <= self._clock() else file
 
 
 def names_after(shelf: Shelf, after: str | None, newest_first: bool) -> list[str]:

@@ -15,6 +15,8 @@ from router.gateway.errors import ApiError
 
 SHARE = 0.5
 """What batches use of their tenant's limits, so that whoever waits for an answer is not refused because of them."""
+LOOK_S = 1.0
+"""Seconds after which who waits for a place sees that there are more than before."""
 
 
 class Room:
@@ -23,17 +25,22 @@ class Room:
     def __init__(self, limit: Callable[[], int]) -> None:
         self._limit = limit
         self._used = 0
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()
 
     async def __aenter__(self) -> None:
-        async with self._freed:
-            await self._freed.wait_for(lambda: self._used < max(1, self._limit()))
-            self._used += 1
+        # Everybody looks again: a word to one alone is lost when that one has just been cancelled.
+        while self._used >= max(1, self._limit()):
+            self._freed.clear()
+            waking = asyncio.create_task(self._freed.wait())
+            try:
+                await asyncio.wait({waking}, timeout=LOOK_S)
+            finally:
+                waking.cancel()
+        self._used += 1
 
     async def __aexit__(self, *_: object) -> None:
-        async with self._freed:
-            self._used -= 1
-            self._freed.notify()
+        self._used -= 1
+        self._freed.set()
 
 
 class Inside(httpx.AsyncBaseTransport):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from router.batch.errors import Problem
 from router.gateway.batches.files import INPUT, Files, names_after
 from router.gateway.batches.shelf import Shelf, folder_of
 from router.gateway.errors import ApiError, invalid
+
+_log = logging.getLogger(__name__)
 
 WINDOW, WINDOW_S = "24h", 86_400
 VALIDATING, IN_PROGRESS, FINALIZING = "validating", "in_progress", "finalizing"
@@ -141,7 +144,11 @@ class Batches:
     def find(self, name: str) -> Batch | None:
         """None where there is none."""
         record = self._shelf.read(name)
-        return None if record is None else Batch.of(record)
+        try:
+            return None if record is None else Batch.of(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # of another version, or damaged
+            _log.warning("the record of batch %s cannot be read: %r", name, error)
+            return None
 
     def shown(self, batch: Batch) -> dict[str, Any]:
         """OpenAI's batch object."""
@@ -150,8 +157,8 @@ class Batches:
     def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """At most `limit` batches older than one, newest first, and whether there are more. Raises ApiError."""
         names = names_after(self._shelf, after, newest_first=True)
-        records = [self._shelf.read(name) for name in names[:limit]]
-        return [self.shown(Batch.of(one)) for one in records if one is not None], len(names) > limit
+        found = [self.find(name) for name in names[:limit]]
+        return [self.shown(one) for one in found if one is not None], len(names) > limit
 
     def cancel(self, name: str) -> Batch:
         """Whoever carries it out will see it. Raises ApiError 404, and 400 for one that is over in another way."""
@@ -204,7 +211,7 @@ class Batches:
         names = self.names()
         excess = len(names) - self._most + 1
         for name in names if excess > 0 else []:
-            if (record := self._shelf.read(name)) is not None and record["status"] in OVER and excess > 0:
+            if (record := self._shelf.read(name)) is not None and record.get("status") in OVER and excess > 0:
                 self._shelf.remove(name)
                 excess -= 1
         if excess > 0:

@@ -32,8 +32,8 @@ LOOK_S = 5.0
 """Seconds between two looks at what others have left or may not have begun."""
 SWEEP_S = 600.0
 INSIDE = "http://gateway"
-Crew = Callable[[], tuple[int, int]]
-"""How many workers compute prompts, and how many answer."""
+Crew = Callable[[], tuple[int, float]]
+"""How many workers compute prompts, and this gateway's share of those that answer."""
 Key = tuple[str, str]
 
 
@@ -53,7 +53,7 @@ class Runner:
         self._later: dict[Key, float] = {}
         self._task: asyncio.Task[None] | None = None
         self._crew: Crew = lambda: (1, 1)
-        self._room = Room(lambda: SLOTS * self._crew()[1])
+        self._room = Room(lambda: int(SLOTS * self._crew()[1]))
 
     def start(self, crew: Crew) -> None:
         """Carry out what is there, and what will be."""
@@ -77,8 +77,11 @@ class Runner:
         while True:
             self._wake.clear()
             try:
-                waiting = await asyncio.to_thread(self._waiting)
-                self._begin(waiting)
+                now = time.monotonic()
+                self._later = {key: until for key, until in self._later.items() if until > now}
+                others = frozenset({*self._running, *self._later})
+                waiting, self._over = await asyncio.to_thread(self._waiting, others, self._over)
+                self._begin(key for key in waiting if key not in self._running and key not in self._later)
                 if time.monotonic() - swept >= SWEEP_S:
                     swept = time.monotonic()
                     await asyncio.to_thread(self._sweep)
@@ -88,22 +91,21 @@ class Runner:
             await asyncio.wait({waking}, timeout=LOOK_S)
             waking.cancel()
 
-    def _waiting(self) -> list[Key]:
-        """Batches that are not over, those that have waited longest first. Others may have some of them."""
-        found, over, now = [], set(), time.monotonic()
-        self._later = {key: until for key, until in self._later.items() if until > now}
+    def _waiting(self, others: frozenset[Key], known: set[Key]) -> tuple[list[Key], set[Key]]:
+        """Batches but some others, that are not over, those that have waited longest first: another gateway may have
+        them. And those that are over, of which many are `known`."""
+        found, over = [], set()
         for tenant in tenants_of(self._stores.root):
             batches = self._stores.of(tenant)
             for name in batches.names():
                 key = (tenant, name)
-                if key in self._running or key in self._later:
+                if key in others:
                     continue
-                if key in self._over or (batch := batches.find(name)) is None or batch.over:
+                if key in known or (batch := batches.find(name)) is None or batch.over:
                     over.add(key)
                 elif batch.model == self._model:
                     found.append(key)
-        self._over = over
-        return sorted(found, key=lambda key: key[1])
+        return sorted(found, key=lambda key: key[1]), over
 
     def _begin(self, waiting: Iterable[Key]) -> None:
         """As many as may run, of tenants with few of them first."""
@@ -121,7 +123,7 @@ class Runner:
         loop = asyncio.get_running_loop()
         inside = Inside(self._app, loop, lambda: self._keyring.named(tenant), self._room)
         computing, answering = self._crew()
-        slots = SLOTS * max(1, answering)
+        slots = max(1, int(SLOTS * answering))
         if (account := self._keyring.named(tenant)) is not None and account.tenant.max_concurrent is not None:
             slots = min(slots, max(1, int(account.tenant.max_concurrent * SHARE)))
 

@@ -28,7 +28,10 @@ export async function ask(path, query = {}) {
   } catch {
     throw new Failure(0, "the gateway does not answer");
   }
-  const body = await answer.json().catch(() => ({}));
+  const body = await answer.json().catch(() => {
+    if (answer.ok) throw new Failure(0, "the answer broke off");
+    return {};
+  });
   if (!answer.ok) throw new Failure(answer.status, body.error?.message ?? `status ${answer.status}`);
   return body;
 }

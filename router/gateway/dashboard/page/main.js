@@ -50,7 +50,7 @@ async function once(mine) {
     $("forget").hidden = !key.get();
   } catch (error) {
     if (mine !== round) return;
-    if (!(error instanceof Failure)) throw error;
+    if (!(error instanceof Failure)) console.error(error);
     if (error.status === 401) {
       const had = key.get();
       key.forget();
@@ -58,7 +58,7 @@ async function once(mine) {
       return;
     }
     failures += 1;
-    state("lost", error.status === 0 ? `reconnecting (${failures})` : error.message);
+    state("lost", error.status ? error.message : `reconnecting (${failures})`);
   }
   setTimeout(() => mine === round && !document.hidden && once(mine), EVERY_MS * Math.min(5, 1 + failures));
 }
