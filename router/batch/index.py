@@ -141,7 +141,7 @@ class Index:
                     self._files.append((os.dup(file.fileno()), os.fstat(file.fileno()).st_mtime_ns))
                     self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, 0)", self._rows(number, file, told))
             except OSError as error:
-                raise BatchError(f"{self._names[number]}: cannot be read: {error.strerror}") from None
+                raise BatchError(f"{self._names[number]}: cannot be read: {error.strerror}") from error
 
     def _rows(
         self, number: int, file: BinaryIO, told: Callable[[int], None]

@@ -36,7 +36,7 @@ class Journal:
         try:
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
-            raise BatchError(f"{path}: cannot be written: {error.strerror}") from None
+            raise BatchError(f"{path}: cannot be written: {error.strerror}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -50,8 +50,10 @@ class Journal:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self.sync()
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()
 
     def written(self) -> Iterator[Written]:
         """The rows that are there. A last line that is not whole was being written when a batch was killed: it is cut
@@ -74,7 +76,7 @@ class Journal:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            raise BatchError(f"{self._path}: cannot be written: {error.strerror}") from None
+            raise BatchError(f"{self._path}: cannot be written: {error.strerror}") from error
         self._unsynced = True
 
     def sync(self) -> None:

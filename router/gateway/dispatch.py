@@ -301,10 +301,7 @@ class Dispatcher:
             if outcome.status in ("done", "handed off"):
                 attempt.ticket.computed()
             attempt.handed_off = outcome.status == "handed off"
-            if attempt.handed_off:
-                attempt.record.handed_off(plan)
-            elif outcome.status != "done":
-                attempt.record.note(outcome.status, worker=outcome.worker or name)
+            attempt.record.called(plan, outcome)
             if request.request_id not in self._attempts:
                 # The abort may have come before the call.
                 await asyncio.gather(*(self._abort(one, request.request_id) for one in attempt.workers))

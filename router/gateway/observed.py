@@ -31,7 +31,8 @@ class Observed:
         """A choice has its first token; of its prompt so many were cached."""
         if not self._begun:
             self._begun = True
-            metrics.first_token.record(time.monotonic() - self._arrived)
+            priority = "low" if job.prompt.priority < 0 else "normal"
+            metrics.first_token.record(time.monotonic() - self._arrived, {"priority": priority})
             self._span.add_event("first token")
         metrics.prompt_tokens.add(job.prompt_tokens)
         metrics.cached_tokens.add(cached_tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 from router.gateway import request_id
 from router.gateway.history import History
-from transfer.messages import Plan
+from transfer.messages import Outcome, Plan
 
 KEPT = 256
 """Requests, running ones and those that are over."""
@@ -62,7 +62,14 @@ class Record:
         self.plans += 1
         self.note("planned", plan=plan)
 
-    def handed_off(self, plan: Plan) -> None:
+    def called(self, plan: Plan, outcome: Outcome) -> None:
+        """The prefill worker has answered: it is done, or it, or the decode worker, is not willing or able."""
+        if outcome.status == "handed off":
+            self._handed_off(plan)
+        elif outcome.status != "done":
+            self.note(outcome.status, worker=outcome.worker or plan.prefill)
+
+    def _handed_off(self, plan: Plan) -> None:
         """The worker that computed the prompt is done with it: the one that answers has all of its KV."""
         self.note("transferred", sender=plan.prefill, worker=plan.decode)
         handed = self.history.now().handed

@@ -72,7 +72,7 @@ def test_workers_say_what_a_request_took(tiny_pair: Cluster) -> None:
         'transfer_duration_seconds_count{kind="exposed",worker="prefill-0"}': 1,
         'engine_step_seconds_count{kind="prefill",worker="prefill-0"}': 4,
         'engine_step_seconds_count{kind="decode",worker="decode-0"}': OUTPUT - 1,
-        "time_to_first_token_seconds_count{}": 1,
+        'time_to_first_token_seconds_count{priority="normal"}': 1,
         "time_between_tokens_seconds_count{}": OUTPUT - 1,
     }.items():
         assert grown[f"headwater_{name}"] == expected, name

@@ -88,7 +88,7 @@ def test_queries_ask_for_what_is_exported(title: str, query: str) -> None:
                 pattern = re.compile(matcher.value)
                 assert any(pattern.fullmatch(value) for value in labels[matcher.name]), matcher.value
             else:
-                assert matcher.name in TARGET_LABELS | {"outcome", "route", "reason", "direction"}
+                assert matcher.name in TARGET_LABELS | {"outcome", "route", "reason", "direction", "priority"}
 
 
 def test_workers_are_counted_once() -> None:

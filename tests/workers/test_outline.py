@@ -149,10 +149,10 @@ def test_a_tenant_sees_its_own_trees_alone() -> None:
 
 def test_the_walk_stops_when_its_time_is_over() -> None:
     ticks = count()
-    walk = Walk(busy(3), (), None, 2.5, lambda: float(next(ticks)))
+    walk = Walk(busy(3), (), None, 0.5, lambda: float(next(ticks)))
     made = outline(walk, 1000)
     assert not made.whole
-    assert made.seen == 3 * CHECK
+    assert CHECK <= sum(1 + one.tokens // SIZE for one in walk.seen[1:]) < CHECK + 30  # the longest run of these
     assert made.runs[0].below < look(busy(3)).runs[0].below
 
 

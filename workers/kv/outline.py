@@ -18,8 +18,8 @@ from workers.kv.cache import KVCache
 from workers.kv.radix import TOKEN_BYTES, Node
 from workers.kv.tier_index import Entry
 
-CHECK = 16
-"""Runs between two looks at the clock."""
+CHECK = 64
+"""Blocks, those of one run or of many, between two looks at the clock."""
 LONG = 4096
 """Blocks after which a run goes on as another one."""
 HEAD_TOKENS = 64
@@ -87,7 +87,7 @@ class Walk:
         """Where a path leads as far as it goes; None for above all trees."""
         at: Step | None = None
         for key in path:
-            found = next((one for one in self._children(at, -1) if one.key == key), None)
+            found = self._child(at, key)
             if found is None:
                 break
             self.start += at.tokens if at is not None else 0
@@ -97,13 +97,17 @@ class Walk:
 
     def _breadth_first(self, at: Step | None, until: float, clock: Callable[[], float]) -> None:
         steps: list[Step | None] = [at]
+        blocks, size = 0, self._step // TOKEN_BYTES
         self._note(at, -1)
         for number, step in enumerate(steps):
             for child in self._children(step, number):
                 steps.append(child)
                 self._note(child, number)
-                if len(steps) % CHECK == 0 and clock() > until:
-                    return
+                blocks += 1 + child.tokens // size
+                if blocks >= CHECK:
+                    blocks = 0
+                    if clock() > until:
+                        return
             self.expanded = number + 1
 
     def _note(self, step: Step | None, parent: int) -> None:
@@ -133,6 +137,18 @@ class Walk:
         for tokens, child in entry.children.items() if entry is not None else ():
             if node is None or tokens not in node.children:
                 yield self._below(child, number)
+
+    def _child(self, step: Step | None, key: bytes) -> Step | None:
+        """The one with this key. Of the others nothing is looked at but theirs."""
+        if step is None:
+            return next((one for one in self._trees(-1) if one.key == key), None)
+        for edge in step.node.children.values() if step.node is not None else ():
+            if edge.keys[:KEY_BYTES] == key:
+                return self._on_device(edge, step.entry, -1)
+        for one in (*step.sides, *(step.entry.children.values() if step.entry is not None else ())):
+            if one.key == key:
+                return self._below(one, -1)
+        return None
 
     def _trees(self, number: int) -> Iterator[Step]:
         for salt in dict.fromkeys((*self._nodes, *self._entries)):

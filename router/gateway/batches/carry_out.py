@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
@@ -70,21 +71,14 @@ class CarryOut:
         self._stop = stop
 
     def __call__(self) -> bool:
-        """Returns when it is over or the gateway ends; False at once when another one has it. Raises OSError where the
-        disk does not do what it should."""
+        """Returns when it is over or the gateway ends; False at once when another one has it. Raises BatchError,
+        OSError or sqlite3.OperationalError where a disk does not do what it should."""
         with self._batches.locked(self._name) as ours:
             batch = self._batches.find(self._name) if ours else None
             if batch is not None and not batch.over:
                 self._carry_out(batch)
-                self._tidy()
+                self._batches.tidy(self._name)
             return ours
-
-    def _tidy(self) -> None:
-        """What a batch that is over does not need any more."""
-        batch = self._batches.find(self._name)
-        if batch is not None and batch.over:
-            for part in (ROWS, LINES):
-                self._batches.path(self._name, part).unlink(missing_ok=True)
 
     def _carry_out(self, batch: Batch) -> None:
         try:
@@ -94,7 +88,7 @@ class CarryOut:
                 self._batches.save(batch.now(stopped.ending, self._batches.clock()))
         except Refused as error:
             self._fail(batch, error.problems)
-        except OSError:
+        except (BatchError, OSError, sqlite3.OperationalError):
             raise  # a disk that is full may not be so later
         except Exception as error:
             _log.error("batch %s failed", self._name, exc_info=error)
@@ -114,28 +108,30 @@ class CarryOut:
             try:
                 return self._rows(batch, index)
             except BatchError as error:
-                counts = Counts(index.total)
-                return replace(batch, ending=FAILED, errors=[Problem("batch_failed", str(error))], counts=counts)
+                if isinstance(error.__cause__, OSError):
+                    raise
+                now = self._batches.find(batch.id) or batch
+                return replace(now, ending=FAILED, errors=[Problem("batch_failed", str(error))])
 
     def _rows(self, batch: Batch, index: Index) -> Batch:
         with Journal(self._batches.path(batch.id, ROWS)) as journal:
             if batch.status == VALIDATING:
                 batch = replace(batch, counts=Counts(index.total)).now(IN_PROGRESS, self._batches.clock())
                 self._batches.save(batch)
+            tally = resumed(index, journal)
             try:
                 self._check(batch)
-                asyncio.run(self._until_stopped(batch, index, journal))
+                asyncio.run(self._until_stopped(batch, index, journal, tally))
             except Stopped as stopped:
                 if stopped.ending is None:
                     raise
                 batch = replace(batch, ending=stopped.ending)
                 tally = resumed(index, journal)
                 asyncio.run(run(index, journal, index.order(False, 1), _not_done(stopped.ending), 1, tally))
-        return batch
+        return replace(batch, counts=_counts(tally))
 
-    async def _until_stopped(self, batch: Batch, index: Index, journal: Journal) -> None:
+    async def _until_stopped(self, batch: Batch, index: Index, journal: Journal, tally: Tally) -> None:
         """Carry out what is left. Raises Stopped, and what stops the engine."""
-        tally = resumed(index, journal)
         doing = asyncio.create_task(self._doing(index, index.order(True, self._lanes), journal, tally))
         watching = asyncio.create_task(self._watch(batch, tally))
         try:
@@ -150,7 +146,7 @@ class CarryOut:
         saved, saved_at = batch.counts, time.monotonic()
         while True:
             self._check(batch)
-            counts = Counts(tally.total, tally.done - tally.failed, tally.failed)
+            counts = _counts(tally)
             if counts != saved and time.monotonic() >= saved_at + SAVE_S:
                 self._batches.save(replace(batch, counts=counts))
                 saved, saved_at = counts, time.monotonic()
@@ -189,14 +185,12 @@ class CarryOut:
             bad.discard()
         ended = replace(
             batch,
-            counts=Counts(tally.total, tally.done - tally.failed, tally.failed),
+            counts=_counts(tally),
             usage=_usage(tally),
             output_file_id=output,
             error_file_id=error,
         )
         self._batches.save(ended.now(batch.ending, self._batches.clock()))
-        for part in (ROWS, LINES):
-            self._batches.path(batch.id, part).unlink(missing_ok=True)
 
     def _split(self, batch: Batch, good: NewFile, bad: NewFile) -> Tally:
         """Rows with an error are in a file of their own. What they come to, of all gateways that wrote them."""
@@ -228,6 +222,10 @@ def _not_done(ending: str) -> Sender:
         return Answer(None, "", None, {"code": code, "message": message})
 
     return send
+
+
+def _counts(tally: Tally) -> Counts:
+    return Counts(tally.total, tally.done - tally.failed, tally.failed)
 
 
 def _usage(tally: Tally) -> dict[str, Any]:

@@ -75,8 +75,8 @@ class Files:
         self._clock = clock
 
     def check_room(self) -> None:
-        """Raises ApiError where there are as many files as may be."""
-        if (count := len(self._shelf.names())) >= self._most:
+        """Raises ApiError where there are as many files as may be, those that are being uploaded among them."""
+        if (count := len(self._shelf.names()) + self._shelf.drafts()) >= self._most:
             raise invalid(
                 f"file: {count} files are stored, at most {self._most} may be (gateway.max_batch_files): delete some",
                 "file",

@@ -170,6 +170,17 @@ class Batches:
         (self._shelf.path(name) / CANCEL).touch()
         return batch
 
+    def is_to_end(self, batch: Batch) -> bool:
+        """Whether nothing more of it is to be sent, whoever could do that."""
+        return self.cancelled_at(batch.id) is not None or self.clock() >= batch.expires_at
+
+    def tidy(self, name: str) -> None:
+        """Remove what a batch that is over does not need any more."""
+        batch = self.find(name)
+        if batch is not None and batch.over:
+            for part in (ROWS, LINES):
+                self.path(name, part).unlink(missing_ok=True)
+
     def cancelled_at(self, name: str) -> int | None:
         """When a client has wanted its end."""
         try:

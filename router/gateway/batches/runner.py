@@ -103,7 +103,7 @@ class Runner:
                     continue
                 if key in known or (batch := batches.find(name)) is None or batch.over:
                     over.add(key)
-                elif batch.model == self._model:
+                elif batch.model == self._model or batches.is_to_end(batch):
                     found.append(key)
         return sorted(found, key=lambda key: key[1]), over
 
@@ -147,4 +147,7 @@ class Runner:
 
     def _sweep(self) -> None:
         for tenant in tenants_of(self._stores.root):
-            self._stores.of(tenant).files.sweep()
+            batches = self._stores.of(tenant)
+            batches.files.sweep()
+            for name in batches.names():
+                batches.tidy(name)  # where a gateway has ended just before it

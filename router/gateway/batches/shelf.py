@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -12,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_log = logging.getLogger(__name__)
 RECORD = "record.json"
 NEW = "new"
 """Beside the shelves of a tenant: what is not there yet, and what is there no more."""
@@ -89,16 +91,25 @@ class Shelf:
         except FileNotFoundError:
             return []
 
+    def drafts(self) -> int:
+        """How many things, of whichever kind, are begun and not there yet, or on their way out."""
+        try:
+            return len(os.listdir(self._folder / NEW))
+        except FileNotFoundError:
+            return 0
+
     def read(self, name: str) -> dict[str, Any] | None:
-        """A record; None where there is none."""
+        """A record; None where there is none that can be read."""
         if not self.is_name(name):
             return None
         try:
             record = json.loads((self.path(name) / RECORD).read_bytes())
         except FileNotFoundError:
             return None
-        assert isinstance(record, dict)
-        return record
+        except ValueError as error:
+            _log.warning("the record of %s cannot be read: %s", name, error)
+            return None
+        return record if isinstance(record, dict) else None
 
     def write(self, name: str, record: dict[str, Any]) -> None:
         """Replace a record."""

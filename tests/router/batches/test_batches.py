@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from router.config import GatewayConfig
 from router.gateway.accounts import Keyring
 from router.gateway.batches.files import Files
-from router.gateway.batches.records import ROWS, Batches, Stores
+from router.gateway.batches.inside import Room
+from router.gateway.batches.records import LINES, ROWS, Batches, Stores
 from router.tenants import hashed
 from tests.router import scripted
 from tests.router.batch.test_batch import BAD
@@ -269,12 +271,47 @@ async def test_batches_for_another_model_are_left_alone(start: Start, tmp_path: 
     gateway = await start()
     client = gateway.client()
     file = await client.files.create(file=("in.jsonl", line("a").encode()), purpose="batch")
-    batches = Stores(tmp_path / "batches", 10, 10, lambda: 1e9).of("")
+    batches = Stores(tmp_path / "batches", 10, 10, time.time).of("")
     made = batches.create("/v1/completions", file.id, "another", None, None)
     own = await submit(client, [line("a")])
     await until(client, own.id)
     await asyncio.sleep(0.3)
     assert batches.get(made.id).status == "validating"
+    await client.batches.cancel(made.id)
+    gateway.runner.look()
+    done = await until(client, made.id)
+    assert (done.status, done.request_counts.total) == ("cancelled", 0)
+    assert not batches.path(made.id, LINES).exists()
+
+
+async def test_a_record_that_cannot_be_read_keeps_nothing_else_from_going_on(start: Start, tmp_path: Path) -> None:
+    gateway = await start()
+    client = gateway.client()
+    for number, text in enumerate(('{"id": 1}', "{", "[]")):
+        broken = await submit(client, [line("a")])
+        await until(client, broken.id)
+        folder = tmp_path / "batches" / "nobody" / "batches" / broken.id
+        (folder / "record.json").write_text(text)
+        after = await until(client, (await submit(client, [line("b")])).id)
+        assert after.status == "completed"
+        assert [one.id for one in (await client.batches.list()).data].count(broken.id) == 0, number
+
+
+async def test_a_place_is_not_lost_with_who_was_to_have_it() -> None:
+    room = Room(lambda: 1)
+    inside: list[str] = []
+
+    async def use(name: str) -> None:
+        async with room:
+            inside.append(name)
+
+    async with room:
+        first, second = asyncio.create_task(use("first")), asyncio.create_task(use("second"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait_for(second, 5)
+    assert inside == ["second"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
