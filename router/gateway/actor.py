@@ -27,6 +27,7 @@ from router.gateway.dashboard.viewer import Viewer
 from router.gateway.dispatch import Dispatcher
 from router.gateway.jobs import Limits
 from router.gateway.parsers import reasoning_parser, tool_parser
+from router.gateway.routes_batches import stores_of
 from router.gateway.server import ServerConfig
 from router.gateway.service import Service
 from router.gateway.targets import targets
@@ -95,8 +96,10 @@ class Gateway:
         self._watched: dict[str, asyncio.Task[None]] = {}
 
     async def start(self, seeds: Sequence[Address] = ()) -> int:
-        """Begin to serve, with gossip joined through `seeds`; returns the port. Raises OSError when it is taken and
-        PeerError when no worker answers."""
+        """Begin to serve, with gossip joined through `seeds`; returns the port. Raises OSError when it is taken or
+        `gateway.batch_path` cannot be used, and PeerError when no worker answers."""
+        if (stores := stores_of(self._config)) is not None:
+            await asyncio.to_thread(stores.check)
         address = (self._config.host, self._config.port)
         try:
             listener = socket.create_server(address, backlog=1024)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -250,6 +251,15 @@ class Stores:
         self._max_files = max_files
         self._max_batches = max_batches
         self._clock = clock
+
+    def check(self) -> None:
+        """Raises OSError that names the setting, where nothing can be kept or locked there."""
+        try:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise OSError(f"gateway.batch_path: {self.root} cannot be used: {error.strerror}") from None
 
     def of(self, tenant: str) -> Batches:
         """Those of one tenant; "" is nobody in particular."""

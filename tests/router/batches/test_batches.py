@@ -297,6 +297,14 @@ async def test_a_record_that_cannot_be_read_keeps_nothing_else_from_going_on(sta
         assert [one.id for one in (await client.batches.list()).data].count(broken.id) == 0, number
 
 
+def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"^gateway\.batch_path: .*/file/batches cannot be used: Not a directory"):
+        Stores(tmp_path / "file" / "batches", 10, 10, time.time).check()
+    Stores(tmp_path / "batches", 10, 10, time.time).check()
+    assert not list((tmp_path / "batches").iterdir())
+
+
 async def test_a_place_is_not_lost_with_who_was_to_have_it() -> None:
     room = Room(lambda: 1)
     inside: list[str] = []
