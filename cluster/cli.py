@@ -166,6 +166,8 @@ def _serve(settings: ClusterConfig, address: str | None) -> None:
         with running.announced(ray.get_runtime_context().gcs_address):
             _say_ready(settings, report)
             alive = until_told(control, partial(_told, stop))
+        if not alive:
+            _errors.print("the cluster has ended: by `headwater down`, or because its controller has died")
         until = time.monotonic() + settings.gateway.drain_s + STOP_S  # for all that follows together
         healthy = alive and _end(control, until)
     finally:
