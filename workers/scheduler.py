@@ -11,7 +11,8 @@ nobody waits for ever. The others serve them
 5. in order of arrival.
 
 Priorities below 0 are for work that nobody waits for. While somebody else is served, or was lately, their prompts get a
-small part of a step: a step cannot be broken off, so its length is what everybody waits who comes meanwhile.
+small part of a step: a step cannot be broken off, so its length is what everybody waits who comes meanwhile. A step
+with a prompt that somebody waits for has nothing of theirs, not even next tokens, unless it is one by arrival.
 
 A prompt is admitted when blocks for all of it can be had, and not while a running prompt computes a beginning that
 both have in common. Whatever keeps it from beginning, at most `max_overtaken` later ones of its own tenant begin
@@ -140,14 +141,19 @@ class Scheduler:
         """The work of the next step and the sequences admitted for it; one that loads cached blocks first is not among
         them. No work means nothing can run now. `incoming` sequences are about to join, and have places in the running
         set."""
-        decodes = self._decodes()
+        ready = self._ready()
+        decodes = [self._work(one, 1) for one in ready if self._by_age or one.request.priority >= 0]
+        patient = ready[len(decodes) :]
         self._wake()
         # Prompts always get something, or a full running set could keep them waiting for ever.
         budget = max(self._limits.step_tokens - len(decodes), 1)
-        chunks, admitted = self._chunks(budget, self._limits.max_running - len(self.running) - incoming)
+        room = self._patient_room(max(budget - len(patient), 1))
+        chunks, admitted = self._chunks(budget, room, self._limits.max_running - len(self.running) - incoming)
+        if not _awaited(chunks):
+            decodes += [self._work(one, 1) for one in patient]
         self._prompt_steps += bool(chunks)
         self._steps += 1
-        if any(work.sequence.request.priority >= 0 for work in chain(decodes, chunks)):
+        if _awaited(decodes) or _awaited(chunks):
             self._served_at = self._steps
         self._settle(chunks)
         self._heats.clear()
@@ -156,12 +162,13 @@ class Scheduler:
             self._cache.prefetch(sequence)
         return decodes + chunks, admitted
 
-    def _decodes(self) -> list[Work]:
-        works = []
-        for sequence in sorted(self.running, key=_seniority):
-            if sequence.stage is Stage.RUNNING and sequence.remaining == 1 and self._make_room(sequence):
-                works.append(self._work(sequence, 1))
-        return works
+    def _ready(self) -> list[Sequence]:
+        """Those that only need their next token, with room for it."""
+        return [
+            one
+            for one in sorted(self.running, key=_seniority)
+            if one.stage is Stage.RUNNING and one.remaining == 1 and self._make_room(one)
+        ]
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Let the table cover the next token, at the cost of sequences behind it; False when this one had to go."""
@@ -176,16 +183,21 @@ class Scheduler:
                 return False
         return True
 
+    @property
+    def _by_age(self) -> bool:
+        """Whether the next step with prompts serves them in order of arrival."""
+        return self._prompt_steps % BY_AGE == BY_AGE - 1
+
     # --- whose prompt is next -----------------------------------------------------------------------------------
 
-    def _chunks(self, budget: int, places: int) -> tuple[list[Work], list[Sequence]]:
-        """Prompts for a budget of tokens, and those of them that are admitted, at most `places`."""
+    def _chunks(self, budget: int, patient: int, places: int) -> tuple[list[Work], list[Sequence]]:
+        """Prompts for a budget of tokens, of which those may have `patient` that nobody waits for; and the prompts that
+        are admitted, at most `places`."""
         chunks: list[Work] = []
         admitted: list[Sequence] = []
         started = [one for one in self.running if one.remaining > 1 and one.load is None]
         begun = 0
         passed = _Passed()
-        patient = self._patient_room(budget)
         while budget > 0:
             queued = self._may_begin(passed) if begun < places else ()
             prompts = [one for one in chain(started, queued) if patient or one.request.priority >= 0]
@@ -210,7 +222,10 @@ class Scheduler:
                 admitted.append(sequence)
             chunks.append(self._work(sequence, min(sequence.remaining, room)))
             budget -= chunks[-1].count
-            patient -= chunks[-1].count if sequence.request.priority < 0 else 0
+            if sequence.request.priority < 0:
+                patient -= chunks[-1].count
+            elif not self._by_age:
+                patient = 0
         return chunks, admitted
 
     def _patient_room(self, budget: int) -> int:
@@ -246,7 +261,7 @@ class Scheduler:
 
     def _first(self, prompts: list[Sequence]) -> Sequence:
         """Whose turn it is."""
-        if self._prompt_steps % BY_AGE == BY_AGE - 1:
+        if self._by_age:
             return min(prompts, key=lambda one: one.arrival)
         priority = max(one.request.priority for one in prompts)
         share = self._shares[priority]
@@ -359,3 +374,8 @@ class Scheduler:
 def _seniority(sequence: Sequence) -> tuple[int, int]:
     """Who keeps running when blocks are short: smaller stays longer."""
     return (-sequence.request.priority, sequence.arrival)
+
+
+def _awaited(works: list[Work]) -> bool:
+    """Whether somebody waits for one of these."""
+    return any(work.sequence.request.priority >= 0 for work in works)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -35,8 +34,7 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         wanted = await body_as(TokenizeRequest, request)
         service.check_model(wanted.model)
-        body = await asyncio.to_thread(_tokenized, service, wanted)
-        return JSONResponse(body)
+        return await asyncio.to_thread(_tokenized, service, wanted)
 
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
@@ -48,7 +46,8 @@ def routes(service: Service, check_ready: Callable[[], None]) -> APIRouter:
     return router
 
 
-def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
+def _tokenized(service: Service, request: TokenizeRequest) -> Response:
+    """Rendered as well: a long list takes the loop's time, too."""
     text = service.text
     if (request.prompt is None) == (request.messages is None):
         raise invalid("prompt: either prompt or messages, and not both", "prompt")
@@ -66,7 +65,7 @@ def _tokenized(service: Service, request: TokenizeRequest) -> dict[str, Any]:
         messages, tools = conversation(chat, text.template or "")
         tokens, _ = text.chat(messages, tools, request.chat_template_kwargs, most)
     shown = {"token_strs": [text.name(token) for token in tokens]} if request.return_token_strs else {}
-    return {"count": len(tokens), "max_model_len": most, "tokens": tokens, **shown}
+    return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens, **shown})
 
 
 def _detokenized(service: Service, request: DetokenizeRequest) -> str:

@@ -379,7 +379,7 @@ def test_what_nobody_waits_for_takes_little_of_a_step_beside_others() -> None:
     waits = world.add(100, 3)
     works = [world.step() for _ in range(4)]
     assert [tokens_of(one, waits) for one in works] == [64, 36, 1, 1]
-    assert [tokens_of(one, *bulk) for one in works] == [0, 8, 8, 8]
+    assert [tokens_of(one, *bulk) for one in works] == [0, 0, 8, 8]
     assert waits in world.finished
     after = [tokens_of(world.step(), *bulk) for _ in range(BESIDE_STEPS + 1)]
     assert after == [8] * BESIDE_STEPS + [64]
@@ -394,6 +394,24 @@ def test_what_nobody_waits_for_comes_to_its_end_beside_others() -> None:
         world.step()
         steps += 1
     assert steps <= BY_AGE * (3 * 200 // 8 + 1)
+
+
+def test_next_tokens_that_nobody_waits_for_are_put_off_while_a_prompt_is_computed_that_somebody_does() -> None:
+    world = World(4000, step_tokens=64, max_running=16)
+    bulk = [world.add(4, 400, tenant="bulk", priority=-1) for _ in range(8)]
+    world.step()
+    waits = [world.add(100, 3) for _ in range(10)]
+    shares = []
+    while not set(waits) <= set(world.finished):
+        works = world.step()
+        if any(work.sequence in waits and work.count > 1 for work in works):
+            shares.append((tokens_of(works, *waits), tokens_of(works, *bulk)))
+        else:
+            assert tokens_of(works, *bulk) == 8  # beside next tokens they cost next to nothing
+    assert [bulk for _, bulk in shares] == [
+        8 if number % BY_AGE == BY_AGE - 1 else 0 for number in range(1, len(shares) + 1)
+    ]
+    assert shares[0] == (64, 0)  # its place in the step is theirs, too
 
 
 def test_tenants_get_their_shares_by_weight() -> None:
