@@ -48,6 +48,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("default", {"workers.prefill.resources": {"limits": {"nvidia.com/gpu": "1"}}}, "set workers.prefill.gpu instead"),
     ("default", {"workers.prefill.resources": {"limits": {"rdma/hca": "1"}}}, "set kvTransfer.rdma instead"),
     ("default", {"config": {"gateway": {"port": 9000}}}, "config.gateway.port: the chart sets it; use gateway.port"),
+    (
+        "default",
+        {"config": {"gateway": {"batch_path": "/b"}}},
+        "config.gateway.batch_path: the chart sets it; use gateway.b",
+    ),
     ("default", {"config": {"prefill": {"replicas": 9}}}, "config.prefill.replicas: the chart sets it; use workers"),
     ("default", {"config": {"gossip": {"host": "127.0.0.1"}}}, "config.gossip.host"),
     ("default", {"config": {"gossip": {"key": "secret"}}}, "config.gossip.key: the chart sets it; use gossip.existing"),

@@ -249,6 +249,15 @@ def test_volumes_and_mounts_agree(found: list[Object]) -> None:
         assert {mount["name"] for mount in container(pod)["volumeMounts"]} == volumes, name
 
 
+def test_gateways_share_the_directory_of_batches() -> None:
+    pod = groups(objects("ha"))["gateway"]["template"]
+    text = next(files["headwater.yaml"] for one in objects("ha") if "headwater.yaml" in (files := one.get("data", {})))
+    path = yaml.safe_load(text)["gateway"]["batch_path"]
+    name = next(one["name"] for one in container(pod)["volumeMounts"] if one["mountPath"] == path)
+    volume = next(one for one in pod["spec"]["volumes"] if one["name"] == name)
+    assert volume["persistentVolumeClaim"] == {"claimName": "batches"}
+
+
 def test_weights_stay_when_the_release_goes() -> None:
     claim = only(objects("gpu-rdma"), "PersistentVolumeClaim")
     assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"

@@ -21,6 +21,7 @@
 {{- $_ := set $gateway "tls_certificate" "/etc/headwater-tls/tls.crt" -}}
 {{- $_ := set $gateway "tls_key" "/etc/headwater-tls/tls.key" -}}
 {{- end -}}
+{{- if .Values.gateway.batches.existingClaim }}{{ $_ := set $gateway "batch_path" "/var/lib/headwater/batches" }}{{ end -}}
 {{- $_ := set $own "gateway" $gateway -}}
 {{- $transfer := dict -}}
 {{- with .Values.kvTransfer.interface }}{{ $_ := set $transfer "interface" . }}{{ end -}}

@@ -62,7 +62,7 @@
 {{- end -}}
 {{- $own := dict "model" (dict "name" "model.name") -}}
 {{- range list "prefill" "decode" "both" }}{{ $_ := set $own . (dict "replicas" "workers" "resources" "workers") }}{{ end -}}
-{{- $_ := set $own "gateway" (dict "replicas" "gateway.replicas" "same_port" "nothing: each gateway has an address of its own" "host" "nothing: gateways listen on all addresses of their pod" "port" "gateway.port" "drain_s" "gateway.drainSeconds" "resources" "gateway" "keys_file" "gateway.apiKeys" "api_keys" "gateway.apiKeys" "tls_certificate" "gateway.tls" "tls_key" "gateway.tls") -}}
+{{- $_ := set $own "gateway" (dict "replicas" "gateway.replicas" "same_port" "nothing: each gateway has an address of its own" "host" "nothing: gateways listen on all addresses of their pod" "port" "gateway.port" "drain_s" "gateway.drainSeconds" "resources" "gateway" "keys_file" "gateway.apiKeys" "api_keys" "gateway.apiKeys" "tls_certificate" "gateway.tls" "tls_key" "gateway.tls" "batch_path" "gateway.batches.existingClaim") -}}
 {{- $_ := set $own "worker" (dict "drain_s" "workerDefaults.drainSeconds") -}}
 {{- $_ := set $own "gossip" (dict "key" "gossip.existingSecret" "host" "nothing: nodes announce the address of their pod") -}}
 {{- $_ := set $own "transfer" (dict "interface" "kvTransfer.interface" "ports" "kvTransfer.ports" "ucx" "kvTransfer.ucx") -}}

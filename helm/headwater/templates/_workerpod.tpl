@@ -62,6 +62,9 @@ spec:
         {{- if and $fronting $root.Values.gateway.tls.existingSecret }}
         - {name: tls, mountPath: /etc/headwater-tls, readOnly: true}
         {{- end }}
+        {{- if and (eq .component "gateway") $root.Values.gateway.batches.existingClaim }}
+        - {name: batches, mountPath: /var/lib/headwater/batches}
+        {{- end }}
         {{- if and (eq .component "head") $root.Values.batch.existingClaim }}
         - {name: batch, mountPath: /data}
         {{- end }}
@@ -219,6 +222,11 @@ readinessProbe:
 - name: tls
   secret:
     secretName: {{ .root.Values.gateway.tls.existingSecret }}
+{{- end }}
+{{- if and (eq .component "gateway") .root.Values.gateway.batches.existingClaim }}
+- name: batches
+  persistentVolumeClaim:
+    claimName: {{ .root.Values.gateway.batches.existingClaim }}
 {{- end }}
 {{- if and (eq .component "head") .root.Values.batch.existingClaim }}
 - name: batch
