@@ -39,8 +39,14 @@ lint: $(STAMP) ## ruff, mypy and the import contract
 test: setup ## lint, types and the tests; pass pytest flags in ARGS
 	@$(MAKE) --no-print-directory -j2 lint pytest
 
+# Clusters share the machine's cores and one Ray, so their tests run one by one; most others take one core each.
 pytest: $(STAMP) browser
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore-glob='tests/cluster/test_*' tests
+	$(BIN)/python -m pytest tests/cluster/test_*.py
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 test-long: setup browser ## the tests that take minutes, and the property tests with many more examples
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)

@@ -33,7 +33,7 @@ def connect(address: str | None, logs: bool = True) -> None:
     it cannot be reached."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     options: dict[str, Any] = {"namespace": DEFAULT_NAME, "logging_level": "error", "log_to_driver": logs}
-    options["runtime_env"] = {"worker_process_setup_hook": "cluster.logs.setup"}
+    options["runtime_env"] = {"worker_process_setup_hook": "cluster.process.setup"}
     if address is None:
         options |= {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     else:

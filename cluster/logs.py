@@ -30,7 +30,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup() -> None:
-    """Install the formatter; Ray calls this at the start of each worker process."""
+    """Install the formatter."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()

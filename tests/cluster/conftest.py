@@ -30,6 +30,11 @@ CONTROL = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the largest cluster comes last: even one that rests takes a share of the machine."""
+    items.sort(key=lambda item: "control" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="package", autouse=True)
 def one_thread() -> Iterator[None]:
     """References are computed beside clusters that run; torch threads that wait for busy cores lose far more than a

@@ -159,7 +159,7 @@ def test_lossy_tiers_have_room_for_more_and_answer_much_alike(
     expected = [token for tokens in reference(tiny, wanted) for token in tokens]
     same = sum(ours == theirs for ours, theirs in zip(found, expected, strict=True))
     assert same > 0.75 * len(expected)  # of a model whose words are all nearly as likely
-    assert tiers.stats.read_blocks > 50
+    assert tiers.stats.read_blocks > 10
     record = 3072 + 4 * 12  # a byte for each value, and a scale for each head of keys and values in three layers
     assert disk.stats.written_bytes == disk.stats.written_blocks * record
     assert tiers.host.total == BLOCKS // 10 * 4 * 3072 // record

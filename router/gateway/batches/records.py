@@ -162,13 +162,20 @@ class Batches:
         return [self.shown(one) for one in found if one is not None], len(names) > limit
 
     def cancel(self, name: str) -> Batch:
-        """Whoever carries it out will see it. Raises ApiError 404, and 400 for one that is over in another way."""
+        """One that nobody has begun is over at once, any other when whoever carries it out sees that. Raises ApiError
+        404, and 400 for one that is over in another way."""
         batch = self.get(name)
         if batch.status == CANCELLED:
             return batch
         if batch.over or batch.status == FINALIZING:
             raise invalid(f"the batch {name} is {batch.status}: it cannot be cancelled", code="batch_not_running")
         (self._shelf.path(name) / CANCEL).touch()
+        with self.locked(name) as ours:
+            batch = self.get(name)
+            if ours and batch.status == VALIDATING:
+                batch = batch.now(CANCELLED, self.clock())
+                self.save(batch)
+                self.tidy(name)
         return batch
 
     def is_to_end(self, batch: Batch) -> bool:

@@ -142,11 +142,20 @@ def test_a_batch_whose_day_is_over_before_it_begins(tmp_path: Path) -> None:
 
 def test_a_batch_that_is_cancelled_before_it_begins(tmp_path: Path) -> None:
     batches, name = made(tmp_path)
-    batches.cancel(name)
+    with batches.locked(name):  # somebody is about to begin it
+        batches.cancel(name)
     assert batches.shown(batches.get(name))["status"] == "cancelling"
     carried_out(batches, name)
     batch = batches.get(name)
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
+
+
+def test_a_batch_that_waits_is_cancelled_at_once(tmp_path: Path) -> None:
+    """It may wait for hours, for the place of another."""
+    batches, name = made(tmp_path)
+    assert batches.shown(batches.cancel(name))["status"] == "cancelled"
+    assert not batches.path(name, records.LINES).exists()
+    assert batches.cancel(name) == batches.get(name)
 
 
 def test_a_gateway_that_ends_leaves_a_batch_as_it_is(tmp_path: Path) -> None:
