@@ -6,7 +6,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-long browser helm-tools lint clean
+.PHONY: help setup serve test clusters test-long browser helm-tools lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,18 +35,19 @@ lint: $(STAMP) ## ruff, mypy and the import contract
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Both at once: the linters take one core for half a minute, and the tests rarely need both.
+# The linters take one core for half a minute, and clusters rarely need both. Tests of clusters share one Ray and the
+# machine, so they run one by one; of the others, most take one core each.
 test: setup ## lint, types and the tests; pass pytest flags in ARGS
-	@$(MAKE) --no-print-directory -j2 lint pytest
-
-# Clusters share the machine's cores and one Ray, so their tests run one by one; most others take one core each.
-pytest: $(STAMP) browser
 ifeq ($(strip $(ARGS)),)
+	@$(MAKE) --no-print-directory -j2 lint clusters
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore-glob='tests/cluster/test_*' tests
-	$(BIN)/python -m pytest tests/cluster/test_*.py
 else
+	@$(MAKE) --no-print-directory lint
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+clusters: $(STAMP) browser
+	$(BIN)/python -m pytest tests/cluster/test_*.py
 
 test-long: setup browser ## the tests that take minutes, and the property tests with many more examples
 	$(BIN)/python -m pytest -m 'long or hypothesis' --hypothesis-profile=long $(ARGS)
