@@ -17,7 +17,7 @@ import ray
 from pydantic import SecretStr
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster import placement, process, telemetry
+from cluster import placement, telemetry
 from cluster.config import ClusterConfig, gateway_names
 from cluster.connection import DEFAULT_NAME, STOP_S, LaunchError, share
 from cluster.models import served_name
@@ -439,7 +439,7 @@ class Cluster:
         port = self._port(name) if port is None else port
         return (
             ray.remote(Gateway)
-            .options(**self._options(name, "gateway", 0.0), runtime_env={"env_vars": process.LIGHT})
+            .options(**self._options(name, "gateway", 0.0))
             .remote(
                 name,
                 list(self.workers.values()),

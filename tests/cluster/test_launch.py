@@ -1,10 +1,8 @@
 """What is checked of workers before a cluster serves."""
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from cluster.connection import LaunchError
@@ -65,13 +63,3 @@ def test_what_a_worker_cannot_do_is_one_line_that_names_the_setting(local_ray: N
     config = settings(prefill__replicas=0, decode__replicas=0, both__replicas=1, transfer__interface="nowhere0")
     with pytest.raises(LaunchError, match=r"^transfer\.interface: 'nowhere0' is neither [^\n]* it has lo [^\n]*$"):
         Cluster(config, tiny, "test-mistake").start()
-
-
-def test_gateways_do_without_torch(pair: Cluster) -> None:
-    """It would be more than half of the time that they take to start, and a third of their memory."""
-    loaded: dict[str, set[bool]] = {}
-    for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if (name := process.name()) in ("ray::Gateway", "ray::Worker"):
-                loaded.setdefault(name, set()).add(any("libtorch" in one.path for one in process.memory_maps()))
-    assert loaded == {"ray::Gateway": {False}, "ray::Worker": {True}}
