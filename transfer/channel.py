@@ -40,8 +40,8 @@ class Pool(Protocol):
     def layers(self) -> int:
         """How many layers they have."""
 
-    def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
-        """A digest of these layers of some blocks."""
+    def checksum(self, blocks: Sequence[int], layers: Layers) -> tuple[int, ...]:
+        """Digests of these layers of some blocks, one for each slice of the KV heads."""
 
     def size(self, blocks: int, layers: Layers) -> int:
         """Bytes of these layers of so many blocks."""
@@ -298,8 +298,8 @@ class Sender:
         self._stats.hidden_bytes += size if transfer.ending is None else 0
 
     def _note_checksum(self, transfer: _Transfer, chunk: Chunk) -> None:
-        digest = self._pool.checksum(chunk.blocks, chunk.layers)
-        transfer.checksums.append((chunk.first, len(chunk.blocks), *chunk.layers, digest))
+        digests = self._pool.checksum(chunk.blocks, chunk.layers)
+        transfer.checksums.append((chunk.first, len(chunk.blocks), *chunk.layers, *digests))
 
 
 def _reason(error: Exception) -> str:
@@ -346,6 +346,14 @@ class Refused:
 
     lease: Lease
     reason: str
+
+
+def _slices_that_differ(found: Sequence[int], wanted: Sequence[int]) -> str:
+    """Which they are, for an error; where there is only one, that is all."""
+    if len(found) != len(wanted):
+        return f": it has {len(found)} slices here and {len(wanted)} there"
+    wrong = [number for number, (mine, its) in enumerate(zip(found, wanted, strict=True)) if mine != its]
+    return f" in slices {', '.join(map(str, wrong))}" if len(found) > 1 else ""
 
 
 class Receiver:
@@ -423,15 +431,17 @@ class Receiver:
         layers = self._pool.layers
         done, piece, layer = 0, 0, 0  # whole blocks; blocks whose layers are being gone through, and how far
         for entry in manifest.checksums:
-            if not (isinstance(entry, tuple) and len(entry) == 5 and all(type(value) is int for value in entry)):
+            if not (isinstance(entry, tuple) and len(entry) >= 5 and all(type(value) is int for value in entry)):
                 raise _Unproved("malformed checksum list")
-            first, count, begin, end, digest = entry
+            first, count, begin, end, *digests = entry
             in_order = first == lease.first_block + done and begin == layer and (count == piece or not layer)
             if not in_order or count < 1 or done + count > len(lease.blocks) or not begin < end <= layers:
                 raise _Unproved("checksums do not cover the lease's blocks in order")
-            if self._pool.checksum(lease.blocks[done : done + count], (begin, end)) != digest:
+            found = self._pool.checksum(lease.blocks[done : done + count], (begin, end))
+            if found != tuple(digests):
                 raise _Unproved(
                     f"checksum of blocks {first} to {first + count - 1}, layers {begin} to {end - 1} differs"
+                    f"{_slices_that_differ(found, digests)}"
                 )
             done, piece, layer = (done + count, 0, 0) if end == layers else (done, count, end)
         if layer or not (lease.open_end or done == len(lease.blocks)):

@@ -1,7 +1,8 @@
 """An in-memory transport between named agents, for tests of the channel: writes take effect when told to.
 
-Faults are injected by the test: `hold` delays data, `fail_writes` and `fail_notify` raise, `lose` drops notifications,
-`fail` lets one write end in an error.
+An agent has all heads or, if the network has a `Shard` for it, some slices of them. Faults are injected by the test:
+`hold` delays data, `fail_writes` and `fail_notify` raise, `lose` drops notifications, `fail` lets one write end in an
+error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import xxhash
 
 from transfer.channel import Layers, TransportError
+from transfer.layout import WHOLE, Shard, Slices
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class _Write:
     remote: tuple[int, ...]
     layers: Layers
     notify: bytes
+    slices: range
     done: bool = False
     failed: bool = False
 
@@ -30,9 +33,11 @@ class _Write:
 @dataclass(slots=True)
 class Network:
     """Pools by agent name, writes in flight and delivered notifications. A pool maps a block's id to its content, which
-    can be sliced by layers: bytes, or a tuple of them."""
+    can be cut by layers: bytes, or a tuple of them. One with a shard maps it to a tuple of such contents, one for each
+    slice."""
 
     pools: dict[str, dict[int, Any]] = field(default_factory=dict)
+    shards: dict[str, Shard] = field(default_factory=dict)
     in_flight: list[_Write] = field(default_factory=list)
     inbox: dict[str, list[tuple[str, bytes]]] = field(default_factory=dict)
     hold: bool = False
@@ -42,13 +47,24 @@ class Network:
 
     def deliver(self, write: _Write) -> None:
         """Let one write take effect, data before notification."""
-        source, target, (begin, end) = self.pools[write.source], self.pools[write.target], write.layers
         for mine, theirs in zip(write.local, write.remote, strict=True):
-            target[theirs] = target[theirs][:begin] + source[mine][begin:end] + target[theirs][end:]
+            content, its = self.content(write.source, mine), self.content(write.target, theirs)
+            begin, end = write.layers
+            for number in write.slices:
+                its[number] = its[number][:begin] + content[number][begin:end] + its[number][end:]
+            whole = tuple(its[number] for number in sorted(its))
+            self.pools[write.target][theirs] = whole if write.target in self.shards else whole[0]
         write.done = True
         self.in_flight.remove(write)
         if write.notify:
             self.send(write.source, write.target, write.notify)
+
+    def content(self, agent: str, block: int) -> dict[int, Any]:
+        """A block's content by slice."""
+        content = self.pools[agent][block]
+        if (shard := self.shards.get(agent)) is None:
+            return {0: content}
+        return dict(zip(shard.slices, content, strict=True))
 
     def fail(self, write: _Write) -> None:
         """Let one write fail: it has no effect, and whoever polls it is told."""
@@ -69,14 +85,19 @@ class LoopbackPool:
         self._agent = agent
         self.layers = layers
 
-    def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
+    def checksum(self, blocks: Sequence[int], layers: Layers) -> tuple[int, ...]:
         """See `Pool`."""
-        pool, (begin, end) = self._network.pools[self._agent], layers
-        return xxhash.xxh3_64_intdigest(repr([pool[block][begin:end] for block in blocks]).encode())
+        contents, (begin, end) = [self._network.content(self._agent, block) for block in blocks], layers
+        pieces = ([one[number][begin:end] for one in contents] for number in self._shard.slices)
+        return tuple(xxhash.xxh3_64_intdigest(repr(piece).encode()) for piece in pieces)
 
     def size(self, blocks: int, layers: Layers) -> int:
         """See `Pool`."""
-        return blocks * (layers[1] - layers[0])
+        return blocks * (layers[1] - layers[0]) * self._shard.count
+
+    @property
+    def _shard(self) -> Shard:
+        return self._network.shards.get(self._agent, WHOLE)
 
 
 class LoopbackTransport:
@@ -86,12 +107,21 @@ class LoopbackTransport:
         self._network = network
         self.agent = agent
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], layers: Layers, notify: bytes) -> _Write:
-        """Post a write; see `Transport`."""
+    def write(
+        self,
+        agent: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        layers: Layers,
+        notify: bytes,
+        slices: Slices | None = None,
+    ) -> _Write:
+        """Post a write, of all slices unless it is said which; see `Transport`."""
         if self._network.fail_writes:
             self._network.fail_writes -= 1
             raise TransportError("injected write failure")
-        write = _Write(self.agent, agent, tuple(local), tuple(remote), layers, notify)
+        which = self._network.shards.get(self.agent, WHOLE).slices if slices is None else range(*slices)
+        write = _Write(self.agent, agent, tuple(local), tuple(remote), layers, notify, which)
         self._network.in_flight.append(write)
         if not self._network.hold:
             self._network.deliver(write)

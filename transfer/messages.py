@@ -216,8 +216,9 @@ class Reservation:
     blocks: tuple[int, ...]
 
 
-Piece = tuple[int, int, int, int, int]
-"""What of a prompt has travelled: first block number, blocks, first layer, layer behind the last, xxh3-64."""
+Piece = tuple[int, ...]
+"""What of a prompt has travelled: first block number, blocks, first layer, layer behind the last, and xxh3-64 of each
+slice of the KV heads."""
 
 
 @dataclass(frozen=True, slots=True)

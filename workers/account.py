@@ -46,7 +46,7 @@ class Account:
             transfer=replace(self.transfers),
             speeds=self.speeds.now(self.transfers, cache.tiers),
             tiers=cache.tiers.status() if cache.tiers else None,
-            token_bytes=engine.memory.layout.token_bytes,
+            token_bytes=engine.memory.layout.whole.token_bytes,
             resident_bytes=psutil.Process().memory_info().rss,
             block_size=cache.block_size,
             max_model_len=engine.max_model_len,

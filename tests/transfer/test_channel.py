@@ -345,7 +345,7 @@ def break_once(pair: Pair, *blocks: int) -> None:
     """Computing the checksum of these blocks of P's raises, as a bug would."""
     checksum = pair.on["P"].checksum
 
-    def digest(wanted: Sequence[int], layers: Layers) -> int:
+    def digest(wanted: Sequence[int], layers: Layers) -> tuple[int, ...]:
         if set(wanted) & set(blocks):
             raise RuntimeError("broken")
         return checksum(wanted, layers)

@@ -30,7 +30,7 @@ from transfer.messages import Manifest, Reservation, decode, encode
 def test_a_manifest_that_leaves_layers_out_or_tells_them_twice_is_refused(layers: list[tuple[int, int]]) -> None:
     pair, message = pair_with_manifest()
     digest = pair.on["P"].checksum
-    entries = tuple((0, 3, *one, digest((10, 11, 12), one)) for one in layers)
+    entries = tuple((0, 3, *one, *digest((10, 11, 12), one)) for one in layers)
     (judged,) = [
         pair.receiver.on_notification("P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries)))
     ]
@@ -40,7 +40,7 @@ def test_a_manifest_that_leaves_layers_out_or_tells_them_twice_is_refused(layers
 def test_layers_of_different_blocks_prove_nothing() -> None:
     pair, message = pair_with_manifest()
     digest = pair.on["P"].checksum
-    entries = ((0, 3, 0, 2, digest((10, 11, 12), (0, 2))), (0, 2, 2, LAYERS, digest((10, 11), (2, LAYERS))))
+    entries = ((0, 3, 0, 2, *digest((10, 11, 12), (0, 2))), (0, 2, 2, LAYERS, *digest((10, 11), (2, LAYERS))))
     judged = pair.receiver.on_notification(
         "P", encode(dataclasses.replace(decode(Manifest, message), checksums=entries))
     )
@@ -123,6 +123,8 @@ def test_a_manifest_for_an_unknown_lease_is_ignored() -> None:
         ({"checksums": ((0, 4, *ALL, 1),)}, "in order"),
         ({"checksums": ((0, 2**40, *ALL, 1),)}, "in order"),
         ({"checksums": ((0, 2),)}, "malformed"),
+        ({"checksums": ((0, 3, *ALL),)}, "malformed"),
+        ({"checksums": ((0, 3, *ALL, 1, 1),)}, "1 slices here and 2 there"),
         ({"checksums": ((0, 3, 1, LAYERS, 1),)}, "in order"),
         ({"checksums": ((0, 3, 0, LAYERS + 1, 1),)}, "in order"),
         ({"checksums": ((0, 3, 4, 4, 1),)}, "in order"),
@@ -174,7 +176,7 @@ def test_blocks_that_changed_on_the_way_out_are_refused() -> None:
 def test_a_bug_while_a_manifest_is_checked_refuses_it() -> None:
     pair, message = pair_with_manifest()
 
-    def digest(_: Sequence[int], __: Layers) -> int:
+    def digest(_: Sequence[int], __: Layers) -> tuple[int, ...]:
         raise RuntimeError("broken")
 
     pair.on["D"].checksum = digest

@@ -1,7 +1,8 @@
 """Records: what blocks are below the device, and copying them there and back.
 
-A record is one block. In the format `exact` it has the block's bytes, the layers one after the other. In a lossy format
-it begins with one float32 scale for each KV head of each region (a layer's keys or values), and has then, region by
+A record is one block; of a pool of several slices of the heads it is what it would be in pools of these slices, one
+behind the other. In the format `exact` it has the block's bytes, the layers one after the other. In a lossy format it
+begins with one float32 scale for each KV head of each region (a layer's keys or values), and has then, region by
 region, a byte for each value: int8 or float8 (e4m3), which times its head's scale is about the value. A head's largest
 absolute value becomes the largest number that the format has; a head of zeros has the scale 0. A head with a value that
 is not finite comes back as NaN.
@@ -65,7 +66,12 @@ class Records:
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise StartError(f"tiers.host: cannot have {slots * records.record_bytes} bytes: {reason}") from None
-        self._parts = list(_parts(memory, records))
+        size = records.record_bytes // len(memory.slices)
+        self._parts = [
+            part
+            for number, one in enumerate(memory.slices)
+            for part in _parts(one, RecordLayout(one.layout, records.format), number * size)
+        ]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy blocks of the pool to slots."""
@@ -146,12 +152,12 @@ class _Lossy:
             _store(restored(scales, codes, self._format), self._host[blocks])
 
 
-def _parts(memory: KVMemory, records: RecordLayout) -> Iterator[_Exact | _Lossy]:
-    """The regions of a pool, in order."""
+def _parts(memory: KVMemory, records: RecordLayout, begin: int) -> Iterator[_Exact | _Lossy]:
+    """The regions of a pool of one slice, in order; they are in a record from `begin` on."""
     layout = records.layout
     heads = [one.kv_heads for one in layout.layers for _ in range(2)]
-    scale = 0
-    at = 0 if records.format == "exact" else _SCALE_BYTES * sum(heads)
+    scale = begin
+    at = begin if records.format == "exact" else begin + _SCALE_BYTES * sum(heads)
     for region, count in zip(layout.regions(), heads, strict=True):
         pool = memory.flat[region.offset : region.offset + region.block_bytes * layout.num_blocks]
         if records.format == "exact":

@@ -47,9 +47,9 @@ class _Unchecked:
         self.layers = memory.layers
         self.size = memory.size
 
-    def checksum(self, blocks: Sequence[int], layers: Layers) -> int:
+    def checksum(self, blocks: Sequence[int], layers: Layers) -> tuple[int, ...]:
         """Always the same."""
-        return 0
+        return (0,)
 
 
 @dataclass(frozen=True, slots=True)
