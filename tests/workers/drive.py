@@ -99,7 +99,10 @@ def answers(one: Engine, requests: list[Request]) -> list[list[int]]:
 def copy_blocks(source: Engine, target: Engine, pairs: Iterable[tuple[int, int]], layers: Layers) -> None:
     """Copy these layers' KV of blocks from one engine's memory into another's, as (from, to)."""
     here, size = slice(*layers), source.cache.block_size
-    parts = [[*one.memory.keys[here], *one.memory.values[here]] for one in (source, target)]
+    parts = [
+        [part for piece in one.memory.slices for part in (*piece.keys[here], *piece.values[here])]
+        for one in (source, target)
+    ]
     for mine, theirs in pairs:
         for a, b in zip(*parts, strict=True):
             b[theirs * size : (theirs + 1) * size] = a[mine * size : (mine + 1) * size]

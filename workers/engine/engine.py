@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from transfer.channel import Chunk, Ending
 from transfer.guide import Guide
-from transfer.layout import KVLayout
+from transfer.layout import WHOLE, KVLayout, Shard
 from transfer.messages import CacheStats, Delta, Request, SamplingParams, pack_tokens
 from workers.config import StartError, TiersConfig, WorkerConfig
 from workers.engine.attention import Backend
@@ -48,14 +49,14 @@ def spare_blocks(model: Model) -> int:
     return 1 if model.device.type == "cuda" else 0
 
 
-def plan_memory(model: Model, config: WorkerConfig) -> tuple[KVLayout, int]:
-    """The pool's layout, spare blocks included, and the longest sequence, in tokens. Raises StartError when they do not
-    fit together."""
+def plan_memory(model: Model, config: WorkerConfig, shard: Shard = WHOLE) -> tuple[KVLayout, int]:
+    """The pool's layout, spare blocks included, and the longest sequence, in tokens. `shard` is what of the KV heads
+    the model has here. Raises StartError when they do not fit together."""
     limit = context_length(model.config)
     if config.max_model_len is not None and config.max_model_len > limit:
         raise StartError(f"max_model_len: {config.max_model_len} is more than the model's context of {limit} tokens")
     length = config.max_model_len or limit
-    layout = KVLayout(model.identity, model.dtype, config.block_size, model.layers, num_blocks=1)
+    layout = KVLayout(model.identity, model.dtype, config.block_size, model.layers, num_blocks=1, shard=shard)
     blocks = config.kv_memory // layout.block_bytes
     needed = -(-length // config.block_size) + spare_blocks(model)
     if blocks < needed:
@@ -64,14 +65,14 @@ def plan_memory(model: Model, config: WorkerConfig) -> tuple[KVLayout, int]:
             f"({length} tokens) needs {needed} blocks, {needed * layout.block_bytes} bytes "
             f"({needed * layout.block_bytes / 2**20:.0f} MiB); raise kv_memory or lower max_model_len"
         )
-    return KVLayout(model.identity, model.dtype, config.block_size, model.layers, blocks), length
+    return replace(layout, num_blocks=blocks), length
 
 
 class Engine:
-    """Sequences of one worker over one model and one pool."""
+    """Sequences of one worker over one model, of which it has a `shard` of the KV heads, and one pool."""
 
-    def __init__(self, model: Model, config: WorkerConfig) -> None:
-        layout, self.max_model_len = plan_memory(model, config)
+    def __init__(self, model: Model, config: WorkerConfig, shard: Shard = WHOLE) -> None:
+        layout, self.max_model_len = plan_memory(model, config, shard)
         self.model = model
         self.memory = KVMemory(layout, model.device)
         blocks = layout.num_blocks - spare_blocks(model)

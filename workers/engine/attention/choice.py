@@ -12,6 +12,7 @@ import torch
 from workers.config import StartError, WorkerConfig
 from workers.engine.attention import LayerAttention
 from workers.engine.attention.flashinfer_backend import FlashInferBackend, unsupported
+from workers.engine.attention.sliced import SlicedBackend, of_one_slice
 from workers.engine.attention.torch_backend import TorchBackend
 from workers.engine.batch import Batch, Span
 from workers.kv.memory import KVMemory
@@ -22,27 +23,47 @@ _INSTEAD = "; set worker.attention to torch for the plain path, which is slow on
 
 def choose(
     config: WorkerConfig, memory: KVMemory, layers: Sequence[LayerAttention]
-) -> TorchBackend | FlashInferBackend:
-    """FlashInfer on CUDA and PyTorch elsewhere, unless `worker.attention` says otherwise. Raises StartError."""
+) -> TorchBackend | FlashInferBackend | SlicedBackend:
+    """FlashInfer on CUDA and PyTorch elsewhere, unless `worker.attention` says otherwise; one for each slice of the KV
+    heads that the pool holds. Raises StartError."""
     wanted = config.attention
     if wanted == "auto":
         wanted = "flashinfer" if memory.flat.is_cuda else "torch"
-    if wanted == "torch":
-        return TorchBackend(memory, config.compiled_attention, config.shared_attention)
-    if not memory.flat.is_cuda:
+    if wanted == "flashinfer" and not memory.flat.is_cuda:
         raise StartError(
             "attention: flashinfer runs on CUDA only; set worker.attention to auto or worker.device to cuda"
         )
-    return _flashinfer(memory, layers, config.shared_attention)
+    count, workspace = memory.layout.shard.count, None
+    if count == 1:
+        return _backend(config, wanted, memory, layers)
+    backends: list[TorchBackend | FlashInferBackend] = []
+    for index, part in enumerate(memory.slices):
+        backends.append(made := _backend(config, wanted, part, of_one_slice(layers, index, count), workspace))
+        workspace = made.workspace if isinstance(made, FlashInferBackend) else None
+    return SlicedBackend(backends)
 
 
-def _flashinfer(memory: KVMemory, layers: Sequence[LayerAttention], shared: bool) -> FlashInferBackend:
+def _backend(
+    config: WorkerConfig,
+    wanted: str,
+    memory: KVMemory,
+    layers: Sequence[LayerAttention],
+    workspace: torch.Tensor | None = None,
+) -> TorchBackend | FlashInferBackend:
+    if wanted == "torch":
+        return TorchBackend(memory, config.compiled_attention, config.shared_attention)
+    return _flashinfer(memory, layers, config.shared_attention, workspace)
+
+
+def _flashinfer(
+    memory: KVMemory, layers: Sequence[LayerAttention], shared: bool, workspace: torch.Tensor | None
+) -> FlashInferBackend:
     if find_spec("flashinfer") is None:
         raise StartError(f"attention: FlashInfer is not installed: pip install 'headwater[cuda]'{_INSTEAD}")
     if (reason := unsupported(layers, memory.layout.dtype)) is not None:
         raise StartError(f"attention: FlashInfer cannot serve this model: {reason}{_INSTEAD}")
     try:
-        backend = FlashInferBackend(memory, layers, shared)
+        backend = FlashInferBackend(memory, layers, shared, workspace)
         # A plan loads the kernels, for which FlashInfer may have to compile them first.
         one = torch.zeros((1, 1), dtype=torch.int64, device=memory.flat.device)
         spare = np.array([memory.layout.num_blocks - 1])

@@ -99,7 +99,7 @@ class FlashInferBackend:
         self.block_size, self.spare = layout.block_size, layout.num_blocks - 1
         if workspace is None:
             workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._workspace = workspace
+        self.workspace = workspace
         shape = (layout.num_blocks, layout.block_size)
         self._pools = [
             (keys.view(*shape, *keys.shape[1:]), values.view(*shape, *values.shape[1:]))
@@ -113,7 +113,7 @@ class FlashInferBackend:
 
     def fixed(self, shape: Fixed) -> FlashInferBackend:
         """A backend over the same pool and workspace whose tensors stay where they are."""
-        return FlashInferBackend(self._memory, self._layers, self.shares, self._workspace, shape)
+        return FlashInferBackend(self._memory, self._layers, self.shares, self.workspace, shape)
 
     def prepare(self, batch: Batch) -> None:
         """Plan for a batch; see `Backend`."""
