@@ -14,7 +14,8 @@ from typing import Any
 import xxhash
 
 from transfer.channel import Layers, TransportError
-from transfer.layout import WHOLE, Shard, Slices
+from transfer.layout import WHOLE, KVLayout, LayerGeometry, Shard, Slices
+from transfer.messages import Peer
 
 
 @dataclass(slots=True)
@@ -106,6 +107,21 @@ class LoopbackTransport:
     def __init__(self, network: Network, agent: str) -> None:
         self._network = network
         self.agent = agent
+
+    def describe(self, name: str, incarnation: int) -> Peer:
+        """Who this is and what it holds."""
+        shard = self._network.shards.get(self.agent, WHOLE)
+        layout = KVLayout("", "float32", 1, (LayerGeometry(shard.count, 1, 1),), 1, shard)
+        return Peer(name, incarnation, self.agent, b"", 0, 0, False, layout.to_tuple())
+
+    def connect(self, peer: Peer) -> None:
+        """Everybody is connected to everybody."""
+
+    def disconnect(self, agent: str) -> None:
+        """See `connect`."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
     def write(
         self,

@@ -184,7 +184,8 @@ class Peer:
     """What a worker tells another one so that the other can write into its KV pool.
 
     `metadata` is the transport's own address blob, `base` the pool's memory address on the worker and `device` its
-    device number; `layout` a `KVLayout` as a tuple (see `KVLayout.to_tuple`).
+    device number; `layout` a `KVLayout` as a tuple (see `KVLayout.to_tuple`). That is rank 0's where the worker has
+    several, each with a pool of its own; `others` are the other ones.
     """
 
     name: str
@@ -195,6 +196,12 @@ class Peer:
     device: int
     on_cuda: bool
     layout: tuple[Any, ...]
+    others: tuple[Peer, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Peer, ...]:
+        """All ranks, in order."""
+        return (self, *self.others)
 
 
 @dataclass(frozen=True, slots=True)

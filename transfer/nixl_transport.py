@@ -20,7 +20,7 @@ import torch
 from transfer import ucx
 from transfer.channel import Layers, TransportError
 from transfer.config import TransferConfig
-from transfer.layout import KVLayout
+from transfer.layout import KVLayout, Slices
 from transfer.messages import Peer
 
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -29,7 +29,7 @@ os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 @dataclass(frozen=True, slots=True)
 class _Remote:
     peer: Peer
-    blocks: int
+    layout: KVLayout
     descriptors: Any
 
 
@@ -39,11 +39,15 @@ def _descriptor_rows(base: int, device: int, layout: KVLayout) -> np.ndarray:
     return np.array(rows, dtype=np.uint64)
 
 
-def _indices(blocks: Sequence[int], layers: Layers, num_blocks: int) -> np.ndarray:
-    """Descriptor numbers of these blocks in every region of the layers, region by region."""
-    begin, end = layers
-    offsets = np.arange(2 * begin, 2 * end, dtype=np.int32)[:, None] * num_blocks
-    return (offsets + np.asarray(blocks, dtype=np.int32)[None, :]).ravel()
+def _indices(blocks: Sequence[int], layers: Layers, slices: Slices, layout: KVLayout) -> np.ndarray:
+    """Descriptor numbers of these blocks in every region of these layers of slices, region by region. Raises
+    TransportError when the pool does not hold the slices."""
+    (begin, end), (first, stop), shard = layers, slices, layout.shard
+    if not (set(range(first, stop)) and set(range(first, stop)) <= set(shard.slices)):
+        raise TransportError(f"slices {first} to {stop - 1} are not among those of {shard}")
+    numbers = np.arange(first - shard.first, stop - shard.first, dtype=np.int32) * 2 * len(layout.layers)
+    regions = (numbers[:, None] + np.arange(2 * begin, 2 * end, dtype=np.int32)).ravel()
+    return (regions[:, None] * np.int32(layout.num_blocks) + np.asarray(blocks, dtype=np.int32)).ravel()
 
 
 def agent_name(worker: str, incarnation: int) -> str:
@@ -136,7 +140,7 @@ class NixlTransport:
             descriptors = self._agent.prep_xfer_dlist(peer.agent, rows, "VRAM" if peer.on_cuda else "DRAM")
         except Exception as error:  # NIXL raises its own untyped exceptions
             raise TransportError(f"cannot connect to {peer.agent}: {error}") from error
-        self._remotes[peer.agent] = _Remote(peer, layout.num_blocks, descriptors)
+        self._remotes[peer.agent] = _Remote(peer, layout, descriptors)
 
     def disconnect(self, agent: str) -> None:
         """Forget a peer whose life has ended."""
@@ -147,20 +151,24 @@ class NixlTransport:
             except Exception as error:
                 logging.getLogger(__name__).debug("disconnecting %s: %s", agent, error)
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], layers: Layers, notify: bytes) -> Any:
-        """Post a write; see `Transport`."""
+    def write(
+        self,
+        agent: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        layers: Layers,
+        notify: bytes,
+        slices: Slices | None = None,
+    ) -> Any:
+        """Post a write, of all slices that are here unless it is said which; see `Transport`."""
         target = self._remotes.get(agent)
         if target is None:
             raise TransportError(f"not connected to {agent}")
+        shard = self._layout.shard
+        slices = slices or (shard.first, shard.first + shard.count)
+        ends = _indices(local, layers, slices, self._layout), _indices(remote, layers, slices, target.layout)
         try:
-            handle = self._agent.make_prepped_xfer(
-                "WRITE",
-                self._local,
-                _indices(local, layers, self._layout.num_blocks),
-                target.descriptors,
-                _indices(remote, layers, target.blocks),
-                notify,
-            )
+            handle = self._agent.make_prepped_xfer("WRITE", self._local, ends[0], target.descriptors, ends[1], notify)
         except Exception as error:
             raise TransportError(f"write to {agent} cannot be prepared: {error}") from error
         try:

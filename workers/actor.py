@@ -24,6 +24,7 @@ from transfer import ucx
 from transfer.channel import Accepted, Receiver, Refused, Sender
 from transfer.config import TransferConfig
 from transfer.directory import Directory, here
+from transfer.gang import GangTransport
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import WORKER, Address
 from transfer.gossip.node import GossipNode
@@ -168,12 +169,13 @@ class Worker:
         self._guides = Guides(self._model_path, model.vocab_size, model.eos)
         self._guides.load()
         memory = self._engine.memory
-        transport = NixlTransport(agent_name(self.name, self.incarnation), memory.flat, memory.layout, transfer)
-        self._peer = transport.describe(self.name, self.incarnation)
+        own = NixlTransport(agent_name(self.name, self.incarnation), memory.flat, memory.layout, transfer)
+        transport = GangTransport(own, self.name, self.incarnation, answer_s=transfer.call_timeout_s)
+        self._peer = transport.peer
         self._transfer_loop = TransferLoop(
             transport,
-            Sender(transport, self.incarnation, memory, transfer.stall_s, self._transfers),
-            Receiver(self.incarnation, memory, self._transfers),
+            Sender(transport, self.incarnation, transport.sending(memory), transfer.stall_s, self._transfers),
+            Receiver(self.incarnation, transport.receiving(memory), self._transfers),
             transfer.poll_interval_s,
             lambda event: self._front.from_thread(self._on_channel, event),
         )

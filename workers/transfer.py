@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 
 from transfer.channel import Accepted, Receiver, Refused, Sender, SendFailed, Sent
+from transfer.gang import GangTransport
 from transfer.messages import Peer, Reservation
-from transfer.nixl_transport import NixlTransport
 from workers.loop import Loop
 
 _log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class TransferLoop(Loop):
 
     def __init__(
         self,
-        transport: NixlTransport,
+        transport: GangTransport,
         sender: Sender,
         receiver: Receiver,
         poll_interval_s: float,
@@ -50,6 +50,8 @@ class TransferLoop(Loop):
     def _poll(self) -> float | None:
         if not (self.sender.open or self.receiver.waiting):
             return None
+        if self.receiver.waiting:
+            self.transport.expect()
         for agent, message in self._received():
             if (judged := self.receiver.on_notification(agent, message)) is not None:
                 self._on_event(judged)

@@ -172,7 +172,7 @@ def deaf(worker: Any, seconds: float) -> None:
 
 def unable_to_write(worker: Any, seconds: float) -> None:
     """Every write to a peer fails for a while. Runs in the worker."""
-    transport = worker._transfer_loop.transport
+    transport = worker._transfer_loop.transport.own
     until = time.monotonic() + seconds
     write = type(transport).write
 

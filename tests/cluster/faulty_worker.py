@@ -25,6 +25,7 @@ from tests.workers.drive import poison
 from tests.workers.house import Answer, Gateway
 from transfer.channel import Accepted, Layers, Lease, Receiver, Refused, Sent, TransportError
 from transfer.directory import PeerDead, RayDirectory
+from transfer.layout import Slices
 from transfer.messages import (
     Delta,
     Manifest,
@@ -133,10 +134,18 @@ class FaultyTransport:
         self._raise("connect")
         self._inner.connect(peer)
 
-    def write(self, agent: str, local: Sequence[int], remote: Sequence[int], layers: Layers, notify: bytes) -> Write:
+    def write(
+        self,
+        agent: str,
+        local: Sequence[int],
+        remote: Sequence[int],
+        layers: Layers,
+        notify: bytes,
+        slices: Slices | None = None,
+    ) -> Write:
         last = "last " if notify else ""
         self._raise(f"{last}write")
-        write = Write((agent, local, remote, layers, notify), fails=self._faults.strikes("done"))
+        write = Write((agent, local, remote, layers, notify, slices), fails=self._faults.strikes("done"))
         if self._faults.strikes("delay"):
             write.begins = time.monotonic() + self._faults.now.seconds
         elif self._faults.strikes("gate"):

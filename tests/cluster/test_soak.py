@@ -38,7 +38,7 @@ def held(actor: Any) -> dict[str, int]:
     found = {"objects": len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())}
     if (loop := getattr(actor, "_transfer_loop", None)) is not None:
         transfers = list(loop.sender._transfers.values()) + loop.sender._stuck
-        found["nixl"] = len(loop.transport._remotes) + sum(len(one.in_flight) for one in transfers)
+        found["nixl"] = len(loop.transport.own._remotes) + sum(len(one.in_flight) for one in transfers)
     return found
 
 

@@ -64,8 +64,8 @@ def house(shared: House) -> Iterator[House]:
     shared.calls.listeners.clear()
     shared.gateway.open.set()
     for worker in (shared.p, shared.d):
-        worker._transfer_loop.transport.delay = lambda: 0.0
-        worker._transfer_loop.transport.fail = lambda: False
+        worker._transfer_loop.transport.own.delay = lambda: 0.0
+        worker._transfer_loop.transport.own.fail = lambda: False
     shared.run(shared.rest())
     shared.run(until(lambda: answers(shared)))
     shared.run(shared.rest())

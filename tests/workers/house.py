@@ -221,7 +221,7 @@ class House:
         made._load = loading  # type: ignore[method-assign]
         await made.start()
         self.calls.live(name, made)
-        transport = made._transfer_loop.transport
+        transport = made._transfer_loop.transport.own
         transport.on_write = lambda: self.loop.call_soon_threadsafe(self.calls.happened, "write posted")
         return made
 
@@ -230,7 +230,7 @@ class House:
         self.calls.die(name)
         worker = self.calls.actors[name]
         for other in (self.p, self.d):
-            other._transfer_loop.transport.dead.add(worker._peer.agent)
+            other._transfer_loop.transport.own.dead.add(worker._peer.agent)
         for task in list(worker._front.tasks):
             task.cancel()
         await asyncio.to_thread(worker._transfer_loop.stop, 5.0)

@@ -66,7 +66,7 @@ def test_a_transfer_that_fails_before_its_reservation_is_served_is_not_handed_ov
 
 def test_blocks_that_a_living_sender_may_write_to_come_back_when_its_writes_have_ended(house: House) -> None:
     async def scenario() -> None:
-        house.p._transfer_loop.transport.delay = lambda: 1.0
+        house.p._transfer_loop.transport.own.delay = lambda: 1.0
         start = time.monotonic()
         answer = await house.ask(3, salt=b"late")
         assert answer == "no write completed in time"
@@ -85,7 +85,7 @@ def test_blocks_that_nobody_vouches_for_are_given_up_in_the_end(
     monkeypatch.setattr(workers.takeover, "SETTLE_S", 0.3)
 
     async def leave_while_writing() -> int:
-        house.p._transfer_loop.transport.delay = lambda: 0.2
+        house.p._transfer_loop.transport.own.delay = lambda: 0.2
         house.calls.rule = only("cancel_transfer", Call(times=0))
         request = house.request(3, salt=b"given up")
         asking = asyncio.create_task(house.calls.call("p", "generate", request, "d", timeout=2))
@@ -117,7 +117,7 @@ POINTS = ["generate called", "reserve called", "reserve answered", "write posted
 def test_a_client_that_leaves_at_any_point(house: House, point: str, case: int) -> None:
     async def scenario() -> Outcome:
         request = house.request(case, salt=point.encode())
-        house.p._transfer_loop.transport.delay = lambda: 0.02
+        house.p._transfer_loop.transport.own.delay = lambda: 0.02
         left = house.once(point, lambda: house.leave(request.request_id))
         outcome = await house.calls.call("p", "generate", request, "d", timeout=2)
         await left
@@ -156,7 +156,7 @@ def test_a_worker_that_dies_at_any_point(house: House, victim: str, point: str) 
     other = "d" if victim == "p" else "p"
 
     async def scenario() -> str:
-        house.p._transfer_loop.transport.delay = lambda: 0.03
+        house.p._transfer_loop.transport.own.delay = lambda: 0.03
         died = house.once(point, lambda: house.kill(victim))
         answer = await house.ask(3, salt=f"{victim} {point}".encode())
         await died
@@ -184,7 +184,7 @@ def test_a_gateway_that_hangs_for_a_while_gets_every_token(house: House) -> None
 
 def test_a_gateway_that_is_gone_stops_the_work_for_it(house: House) -> None:
     async def scenario() -> str:
-        house.p._transfer_loop.transport.delay = lambda: 0.3
+        house.p._transfer_loop.transport.own.delay = lambda: 0.3
         request = house.request(3, b"gone", timeout_s=20)
 
         async def die() -> None:
@@ -225,7 +225,7 @@ def test_random_schedules(house: House, seed: int) -> None:
     draw = random.Random(seed)
     house.calls.rule = chaos(draw)
     writes = random.Random(seed)  # of its own: it is used in another thread
-    transport = house.p._transfer_loop.transport
+    transport = house.p._transfer_loop.transport.own
     transport.delay = lambda: 0.8 if writes.random() < 0.03 else writes.uniform(0, 0.02)
     transport.fail = lambda: writes.random() < 0.03
 

@@ -150,7 +150,7 @@ def test_what_is_there_already_does_not_travel(house: House) -> None:
 def test_who_begins_alike_waits_for_what_is_being_fetched(house: House) -> None:
     async def scenario() -> int:
         request = await primed(house, b"waits")
-        house.d._transfer_loop.transport.delay = lambda: 0.3
+        house.d._transfer_loop.transport.own.delay = lambda: 0.3
         new = house.p._engine.cache.stats.new_tokens
         first = asyncio.create_task(alone(house, "p", request, Source("d", PREFIX)))
         await asyncio.sleep(0.05)
@@ -168,7 +168,7 @@ def test_what_is_cached_anyway_waits_for_nobody(house: House) -> None:
         await forget(house, "p")
         half = replace(house.request(LONG, b"cached anyway"), prompt=request.prompt[: 4 * 100])
         assert (await house.calls.call("p", "generate", half, None, timeout=5.0)).status == "done"
-        house.d._transfer_loop.transport.delay = lambda: 0.4
+        house.d._transfer_loop.transport.own.delay = lambda: 0.4
         fetching = asyncio.create_task(alone(house, "p", house.request(LONG, b"cached anyway"), Source("d", PREFIX)))
         await asyncio.sleep(0.05)
         again = replace(house.request(LONG, b"cached anyway"), prompt=request.prompt[: 4 * 90])
@@ -283,7 +283,7 @@ def test_a_lender_that_is_asked_too_late_or_twice_writes_nothing_then(house: Hou
 def test_writes_that_fail_are_computed_instead(house: House) -> None:
     async def scenario() -> tuple[str, int]:
         request = await primed(house, b"fails")
-        house.d._transfer_loop.transport.fail = lambda: True
+        house.d._transfer_loop.transport.own.fail = lambda: True
         return await alone(house, "p", request, Source("d", PREFIX))
 
     assert house.run(scenario()) == ("right", 0)
@@ -295,7 +295,7 @@ def test_a_late_write_meets_blocks_that_nobody_uses(house: House) -> None:
 
     async def scenario() -> tuple[str, int]:
         request = await primed(house, b"late")
-        house.d._transfer_loop.transport.delay = lambda: 0.8
+        house.d._transfer_loop.transport.own.delay = lambda: 0.8
         answer = await alone(house, "p", request, Source("d", PREFIX))
         counts = await house.p._front.on_engine(lambda engine: engine.cache.counts())
         assert counts["quarantined"] == BLOCKS

@@ -83,7 +83,7 @@ def test_what_is_cached_is_not_computed(house: House) -> None:
 def test_a_slow_transfer_shows(house: House) -> None:
     """In its span and in its metric; the first token does not wait for it."""
     before = samples()
-    house.p._transfer_loop.transport.delay = lambda: SLOW_S
+    house.p._transfer_loop.transport.own.delay = lambda: SLOW_S
     found = ask(house, salt=b"slow")
     assert seconds(found["transfer"]) >= SLOW_S
     assert seconds(found["prefill"]) < SLOW_S
@@ -94,7 +94,7 @@ def test_a_slow_transfer_shows(house: House) -> None:
 
 def test_a_transfer_that_fails_is_an_error_and_the_prompt_is_computed_again(house: House) -> None:
     fails = iter([True])
-    house.p._transfer_loop.transport.fail = lambda: next(fails, False)
+    house.p._transfer_loop.transport.own.fail = lambda: next(fails, False)
     traced().clear()
 
     async def scenario() -> None:
@@ -134,7 +134,7 @@ def test_what_is_fetched_and_who_lends_it(house: House) -> None:
 
 
 def test_who_leaves_ends_its_spans(house: House) -> None:
-    house.p._transfer_loop.transport.delay = lambda: 0.1
+    house.p._transfer_loop.transport.own.delay = lambda: 0.1
     traced().clear()
 
     async def scenario() -> None:
