@@ -1,4 +1,4 @@
-"""Random schedules of many transfers at once, with every fault there is.
+"""Random schedules of many transfers at once, with every fault there is, between workers of one rank and of several.
 
 Held, reordered, failing and never-ending writes; lost, doubled and foreign notifications; cancels from either side,
 deadlines, and sender's blocks that are reused as soon as the sender may. A receiver's block is handed to the next
@@ -8,9 +8,15 @@ request as soon as the channel allows it, so one that is given back too early sh
 import itertools
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
 
 from transfer.channel import Accepted, Chunk, Ending, Lease, Receiver, Refused, Sender, SendFailed, Sent
+from transfer.gang import GangTransport, RankEnd
+from transfer.layout import Shard
 from transfer.loopback import LoopbackPool, LoopbackTransport, Network
 from transfer.messages import Reservation, TransferStats
 
@@ -18,6 +24,8 @@ BLOCKS = 24
 TRANSFERS = 12
 LAYERS = 3
 EMPTY = (b"",) * LAYERS
+Content = tuple[bytes, ...]
+"""Of a slice of a block, by layer."""
 
 
 @dataclass
@@ -26,7 +34,7 @@ class Transfer:
 
     lease_id: str
     blocks: list[int]
-    content: list[tuple[bytes, ...]]
+    content: list[list[Content]]
     chunks: list[tuple[Chunk, Ending | None]]
     lease: Lease | None = None
     reservation: Reservation | None = None
@@ -36,14 +44,83 @@ class Transfer:
     over: bool = field(default=False)
 
 
+@dataclass(eq=False)
+class Asked:
+    """What a rank has been asked to write, and has not heard of yet."""
+
+    rank: int
+    arguments: tuple[Any, ...]
+    answer: Future[Any] = field(default_factory=Future)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return tuple(self.arguments[1])
+
+    @property
+    def remote(self) -> tuple[int, ...]:
+        return tuple(self.arguments[2])
+
+
+class Gang:
+    """A worker on a network: its ranks' pools, of which each has `of` slices or some of them, and its transport."""
+
+    def __init__(self, network: Network, name: str, size: int, of: int) -> None:
+        self.network = network
+        self.of = of
+        self.asked: list[Asked] = []
+        self.shards = {f"{name}/{rank}" if rank else name: Shard.of_rank(rank, size, of) for rank in range(size)}
+        for agent, shard in self.shards.items():
+            network.shards[agent] = shard
+            network.pools[agent] = dict.fromkeys(range(BLOCKS), (EMPTY,) * shard.count)
+        self.own = LoopbackPool(network, name, LAYERS)
+        self.ends = [
+            RankEnd(LoopbackTransport(network, agent), LoopbackPool(network, agent, LAYERS)) for agent in self.shards
+        ]
+        self.transport = GangTransport(LoopbackTransport(network, name), name, 1, self, size)
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
+        if method != "write":
+            return self.ends[rank].ask(method, *arguments)
+        self.asked.append(Asked(rank, arguments))
+        return self.asked[-1].answer
+
+    def hear(self, asked: Asked) -> None:
+        """The rank hears what it is asked to write."""
+
+        def answered(done: Future[Any]) -> None:
+            error = done.exception()
+            asked.answer.set_exception(error) if error else asked.answer.set_result(None)
+
+        self.asked.remove(asked)
+        self.ends[asked.rank].ask("write", *asked.arguments).add_done_callback(answered)
+
+    def step(self) -> None:
+        for end in self.ends[1:]:
+            end.step()
+
+    def put(self, block: int, content: Sequence[Content]) -> None:
+        """A block's content, by slice, on every rank that holds it."""
+        for agent, shard in self.shards.items():
+            self.network.pools[agent][block] = tuple(content[number] for number in shard.slices)
+
+    def check(self, block: int, content: Sequence[Content]) -> None:
+        for agent, shard in self.shards.items():
+            assert self.network.pools[agent][block] == tuple(content[number] for number in shard.slices)
+
+
 class World:
-    def __init__(self, seed: int) -> None:
+    """P is a worker of `sizes[0]` ranks and D one of `sizes[1]`, of a model whose heads are cut into `of` slices."""
+
+    def __init__(self, seed: int, sizes: tuple[int, int] = (1, 1), of: int = 1) -> None:
         self.draw = random.Random(seed)
-        empty = dict.fromkeys(range(BLOCKS), EMPTY)
-        self.network = Network(pools={"P": dict(empty), "D": dict(empty), "Q": dict(empty)}, hold=True)
-        self.p, self.d = LoopbackTransport(self.network, "P"), LoopbackTransport(self.network, "D")
-        self.sender = Sender(self.p, 1, LoopbackPool(self.network, "P", LAYERS), stall_s=1000, stats=TransferStats())
-        self.receiver = Receiver(2, LoopbackPool(self.network, "D", LAYERS), TransferStats())
+        self.network = Network(hold=True)
+        self.of = of
+        self.p, self.d = (Gang(self.network, name, size, of) for name, size in zip("PD", sizes, strict=True))
+        self.p.transport.connect(self.d.transport.peer)
+        self.gangs = {"P": self.p, "D": self.d}
+        stats = TransferStats()
+        self.sender = Sender(self.p.transport, 1, self.p.transport.sending(self.p.own), stall_s=1000, stats=stats)
+        self.receiver = Receiver(2, self.d.transport.receiving(self.d.own), TransferStats())
         self.free = {"P": set(range(BLOCKS)), "D": set(range(BLOCKS))}
         self.transfers: dict[str, Transfer] = {}
         self.old_messages: list[tuple[str, bytes]] = []
@@ -63,10 +140,15 @@ class World:
         assert not self.free[agent] & set(blocks)
         self.free[agent] |= set(blocks)
         for block in blocks:
-            self.network.pools[agent][block] = (b"reused %d" % self.draw.getrandbits(32),) * LAYERS
+            content = (b"reused %d" % self.draw.getrandbits(32),) * LAYERS
+            self.gangs[agent].put(block, [content] * self.of)
+
+    def writes(self) -> list[Any]:
+        """All that are in flight or about to be posted."""
+        return [*self.network.in_flight, *self.p.asked]
 
     def check_no_write_in_flight_to(self, blocks: Sequence[int]) -> None:
-        assert not {block for write in self.network.in_flight for block in write.remote} & set(blocks)
+        assert not {block for write in self.writes() for block in write.remote} & set(blocks)
 
     # --- what can happen ----------------------------------------------------------------------------------------
 
@@ -76,8 +158,12 @@ class World:
             return
         lease_id = f"t{len(self.transfers)}"
         blocks = self.take("P", count)
-        content = [tuple(f"{lease_id} {i} {layer}".encode() for layer in range(LAYERS)) for i in range(count)]
-        self.network.pools["P"].update(zip(blocks, content, strict=True))
+        content = [
+            [tuple(f"{lease_id} {i} {part} {layer}".encode() for layer in range(LAYERS)) for part in range(self.of)]
+            for i in range(count)
+        ]
+        for block, its in zip(blocks, content, strict=True):
+            self.p.put(block, its)
         cuts = sorted({0, count, *(self.draw.randint(0, count) for _ in range(2))})
         chunks: list[tuple[Chunk, Ending | None]] = [
             (Chunk(a, tuple(blocks[a:b]), layers), None)
@@ -121,6 +207,15 @@ class World:
         if moving := [write for write in self.network.in_flight if id(write) not in self.stuck]:
             self.network.deliver(self.draw.choice(moving))
 
+    def hear(self) -> None:
+        """A rank of P's gets to what it is asked to write, or answers for what it has written."""
+        if self.p.asked and self.draw.random() < 0.7:
+            asked, posted = self.draw.choice(self.p.asked), len(self.network.in_flight)
+            self.p.hear(asked)
+            if asked in self.outlived:
+                self.outlived += self.network.in_flight[posted:]
+        self.p.step()
+
     def stall(self) -> None:
         """A write gets stuck, or all that are stuck move again."""
         if self.network.in_flight and self.draw.random() < 0.7:
@@ -144,8 +239,15 @@ class World:
         if waiting := [one.lease for one in self.transfers.values() if one.lease and one.outcome is None]:
             blocks = self.draw.choice(waiting).blocks
             if blocks:
-                pool, block, layer = self.network.pools["D"], self.draw.choice(blocks), self.draw.randrange(LAYERS)
-                pool[block] = tuple(one + b"!" * (at == layer) for at, one in enumerate(pool[block]))
+                agent, shard = self.draw.choice(list(self.d.shards.items()))
+                block, part, layer = (
+                    self.draw.choice(blocks),
+                    self.draw.randrange(shard.count),
+                    self.draw.randrange(LAYERS),
+                )
+                content = [list(its) for its in self.network.pools[agent][block]]
+                content[part][layer] += b"!"
+                self.network.pools[agent][block] = tuple(map(tuple, content))
 
     def repeat(self) -> None:
         if self.old_messages:
@@ -184,7 +286,7 @@ class World:
                 self.counts["failed"] += 1
                 self.counts["undrained"] += not event.drained
             drained = isinstance(event, Sent) or event.drained
-            reading = [write for write in self.network.in_flight if set(write.local) & set(one.blocks)]
+            reading = [write for write in self.writes() if set(write.local) & set(one.blocks)]
             if drained:
                 assert all(write in self.outlived for write in reading)
             else:
@@ -192,7 +294,7 @@ class World:
             self.give_back("P", one.blocks)
 
     def step_receiver(self) -> None:
-        for agent, message in self.d.receive():
+        for agent, message in self.d.transport.receive():
             self.old_messages.append((agent, message))
             self.judge(agent, message)
 
@@ -216,8 +318,8 @@ class World:
         one.outcome = "accepted"
         assert judged.manifest.first_token == int(one.lease_id[1:])
         assert judged.count == len(one.content) - lease.first_block
-        filled = lease.blocks[: judged.count]
-        assert [self.network.pools["D"][block] for block in filled] == one.content[lease.first_block :]
+        for block, content in zip(lease.blocks[: judged.count], one.content[lease.first_block :], strict=True):
+            self.d.check(block, content)
         self.counts["open"] += lease.open_end
         self.check_no_write_in_flight_to(lease.blocks)
         assert self.receiver.close(lease.lease_id) is None
@@ -248,6 +350,7 @@ class World:
 
     def run(self) -> None:
         useful = [self.start, self.offer, self.offer, self.reserve, self.answer, self.deliver, self.deliver]
+        useful += [self.hear, self.hear, self.deliver] * (len(self.p.shards) > 1)
         useful += [self.step_sender, self.step_sender, self.step_receiver, self.settle]
         faults = [self.fail, self.refuse_next, self.toggle_loss, self.corrupt, self.repeat, self.cancel, self.leave]
         faults += [self.stall, self.stall, self.start_again]
@@ -259,7 +362,8 @@ class World:
     def finish(self) -> None:
         """No more faults and no more requests: everything must come to its end, in bounded time."""
         self.network.lose, self.network.fail_writes, self.network.fail_notify = False, 0, 0
-        useful = [self.offer, self.reserve, self.answer, self.deliver, self.step_sender, self.step_receiver]
+        useful = [self.offer, self.reserve, self.answer, self.hear, self.hear, self.deliver, self.deliver]
+        useful += [self.step_sender, self.step_receiver]
         for _ in range(400):
             for act in (*useful, self.settle, self.tick):
                 act()
@@ -280,10 +384,16 @@ class World:
         assert self.free == {"P": set(range(BLOCKS)), "D": set(range(BLOCKS))}
 
 
-def test_random_schedules() -> None:
+ONE = (1, 1), 1
+GANGS = [((1, 1), 2), ((1, 2), 2), ((2, 1), 2), ((2, 2), 2), ((2, 4), 4), ((4, 2), 4), ((4, 2), 2), ((2, 4), 2)]
+GANGS += [((2, 1), 1), ((3, 2), 6)]
+
+
+@pytest.mark.parametrize(("shapes", "rounds"), [([ONE], 500), (GANGS, 30)], ids=["one rank each", "gangs"])
+def test_random_schedules(shapes: list[tuple[tuple[int, int], int]], rounds: int) -> None:
     totals = dict.fromkeys(("accepted", "refused", "undrained", "failed", "open"), 0)
-    for seed in range(500):
-        world = World(seed)
+    for (sizes, of), seed in itertools.product(shapes, range(rounds)):
+        world = World(seed, sizes, of)
         world.run()
         if not world.faults:
             right = {"accepted": len(world.transfers), "refused": 0, "undrained": 0, "failed": 0}
@@ -291,5 +401,5 @@ def test_random_schedules() -> None:
         for name, count in world.counts.items():
             totals[name] += count
     # Without this the schedules could be too tame to prove anything.
-    assert totals["accepted"] > 2000, totals
+    assert totals["accepted"] > 4 * rounds * len(shapes), totals
     assert min(totals.values()) > 20, totals
