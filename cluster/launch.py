@@ -25,10 +25,11 @@ from cluster.placement import share_cores
 from router.gateway.actor import Gateway
 from router.view import DECODE, PREFILL
 from transfer.directory import RayDirectory
+from transfer.gang import layouts_of
 from transfer.gossip.config import GossipConfig
 from transfer.gossip.frames import Address
-from transfer.layout import KVLayout
 from transfer.messages import Peer, Place, Pulse, WorkerSpec, WorkerStatus
+from transfer.pairs import mismatch
 from workers.actor import LEAVE_S, LEND_S, Worker
 from workers.config import WorkerConfig
 
@@ -459,8 +460,7 @@ def check_layouts(workers: Sequence[tuple[str, Peer]]) -> None:
     workers; those with both roles hand nothing over, so they need not fit."""
     prefill, decode = ([peer for role, peer in workers if role == wanted] for wanted in (PREFILL, DECODE))
     for one, other in product(prefill, decode):
-        difference = KVLayout.from_tuple(one.layout).difference(KVLayout.from_tuple(other.layout))
-        if difference is not None:
+        if (difference := mismatch(layouts_of(one), layouts_of(other))) is not None:
             raise LaunchError(f"workers {one.name} and {other.name} cannot exchange KV blocks: {difference}")
 
 

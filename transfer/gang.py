@@ -191,7 +191,7 @@ class GangTransport:
         others = self.answers(asked)
         self.peer = replace(own.describe(name, incarnation), others=tuple(others[rank] for rank in sorted(others)))
         """What others need to write here, to all ranks."""
-        self._layouts = _layouts(self.peer)
+        self._layouts = layouts_of(self.peer)
         if (reason := mismatch(self._layouts, self._layouts)) is not None:
             raise TransportError(f"the ranks of {name} do not go together: {reason}")
         self._targets: dict[str, _Target] = {}
@@ -202,7 +202,7 @@ class GangTransport:
         they hold cannot be mapped to those here."""
         if (known := self._targets.get(peer.agent)) is not None and known.peer == peer:
             return
-        theirs = _layouts(peer)
+        theirs = layouts_of(peer)
         if (reason := mismatch(self._layouts, theirs)) is not None:
             raise TransportError(f"KV layouts of {self.own.agent} and {peer.agent} do not fit: {reason}")
         found = pairs([one.shard for one in self._layouts], [one.shard for one in theirs])
@@ -376,7 +376,7 @@ class _GangPool:
         return self._own.size(blocks, layers) // held * len(self._copies)
 
 
-def _layouts(peer: Peer) -> list[KVLayout]:
+def layouts_of(peer: Peer) -> list[KVLayout]:
     """What the ranks of a worker hold. Raises TransportError."""
     try:
         return [KVLayout.from_tuple(one.layout) for one in peer.ranks]

@@ -9,7 +9,7 @@ from cluster.connection import LaunchError
 from cluster.launch import Cluster, check_layouts
 from cluster.placement import share_cores
 from tests.cluster.conftest import settings
-from transfer.layout import KVLayout, LayerGeometry
+from transfer.layout import KVLayout, LayerGeometry, Shard
 from transfer.messages import Peer
 
 LAYOUT = KVLayout("weights", "bfloat16", 16, (LayerGeometry(2, 16, 16),), num_blocks=10)
@@ -44,6 +44,21 @@ def test_every_prefill_worker_must_fit_every_decode_worker() -> None:
     other = replace(LAYOUT, dtype="float32")
     workers = [("prefill", peer("a", LAYOUT)), ("prefill", peer("b", other)), ("decode", peer("c", LAYOUT))]
     with pytest.raises(LaunchError, match="workers b and c cannot exchange KV blocks: dtype: float32 here"):
+        check_layouts(workers)
+
+
+def test_workers_of_different_parallelism_fit_if_their_heads_are_cut_alike() -> None:
+    def gang(name: str, size: int, of: int) -> Peer:
+        shards = [Shard.of_rank(rank, size, of) for rank in range(size)]
+        heads = [(LayerGeometry(4 // of * shard.count, 16, 16),) for shard in shards]
+        first, *others = [
+            peer(name, replace(LAYOUT, layers=some, shard=shard)) for some, shard in zip(heads, shards, strict=True)
+        ]
+        return replace(first, others=tuple(others))
+
+    check_layouts([("prefill", gang("a", 1, 2)), ("decode", gang("b", 2, 2)), ("decode", gang("c", 4, 2))])
+    workers = [("prefill", gang("a", 1, 2)), ("decode", gang("b", 4, 4))]
+    with pytest.raises(LaunchError, match=r"a and b cannot exchange KV blocks: shard\.of: 2 slices .* here, 4 there"):
         check_layouts(workers)
 
 

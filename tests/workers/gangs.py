@@ -26,7 +26,7 @@ CONFIG = TransferConfig()
 
 class Rank:
     """One rank's pool and agent. Every element of the pool of a gang of `sign` says which block, head, layer and kind
-    it belongs to."""
+    it belongs to. `handles` of writes have not been released."""
 
     def __init__(self, name: str, sign: int, shard: Shard, incarnation: int) -> None:
         layers = tuple(LayerGeometry(count // shard.of * shard.count, 8, 6) for count in HEADS)
@@ -39,6 +39,19 @@ class Rank:
                     whole = sign * (1 + block[:, None] * 1000 + heads[None] * 10 + layer * 2 + kind)
                     part.copy_(whole[:, :, None].expand(part.shape))
         self.transport = NixlTransport(agent_name(name, incarnation), self.memory.flat, self.memory.layout, CONFIG)
+        self.handles = 0
+        write, release = self.transport.write, self.transport.release
+
+        def counted(*arguments: Any) -> Any:
+            handle = write(*arguments)
+            self.handles += 1
+            return handle
+
+        def released(handle: Any) -> None:
+            self.handles -= 1
+            release(handle)
+
+        self.transport.write, self.transport.release = counted, released  # type: ignore[method-assign]
 
     def holds(self, block: int) -> list[int]:
         """What is in a block, an element of each head; they must agree within it."""

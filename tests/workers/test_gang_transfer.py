@@ -53,6 +53,7 @@ def test_blocks_arrive_on_every_rank_where_they_should(opened: Open, senders: in
             assert rank.holds(block) == expected
     size = len(LOCAL) * p.ranks[0].memory.layout.whole.block_bytes
     assert (p.stats.sent_bytes, d.stats.received_bytes) == (size, size)
+    assert [rank.handles for rank in p.ranks] == [0] * senders
 
 
 def test_between_single_ranks_there_is_one_write_with_its_notification(opened: Open) -> None:
