@@ -1,26 +1,31 @@
-"""The thread that owns the end of the KV channel of a rank other than 0, which does what rank 0 asks for."""
+"""What a rank other than 0 does with its KV when rank 0 asks for it, beside what it computes."""
 
 from __future__ import annotations
 
 from concurrent.futures import Future
 from typing import Any
 
-from transfer.channel import Pool
 from transfer.gang import RankEnd, RankTransport
+from workers.kv.gang_records import RankRecords
+from workers.kv.memory import KVMemory
 from workers.loop import Loop
 
 
 class DataPlane(Loop):
-    """Runs a `RankEnd` over a rank's transport and pool; that rank's engine computes in another thread."""
+    """The thread that owns a rank's end of the KV channel, over its transport and its `memory`, and its threads for
+    tiers."""
 
-    def __init__(self, transport: RankTransport, pool: Pool, poll_interval_s: float) -> None:
+    def __init__(self, transport: RankTransport, memory: KVMemory, poll_interval_s: float) -> None:
         super().__init__("kv-transfer", self._poll)
         self._transport = transport
-        self._end = RankEnd(transport, pool)
+        self._end = RankEnd(transport, memory)
+        self._records = RankRecords(memory)
         self._poll_interval_s = poll_interval_s
 
     def ask(self, method: str, *arguments: Any) -> Future[Any]:
-        """See `RankEnd.ask`; any thread may call this."""
+        """See `RankEnd.ask` and `RankRecords.ask`; any thread may call this."""
+        if method in RankRecords.METHODS:
+            return self._records.ask(method, *arguments)
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()
 
@@ -38,7 +43,8 @@ class DataPlane(Loop):
         return answer
 
     def close(self, timeout: float) -> None:
-        """End the thread and close the transport."""
+        """End the threads and close the transport."""
+        self._records.close()
         self.stop(timeout)
         self._transport.close()
 

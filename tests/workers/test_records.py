@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from transfer.layout import KVLayout, LayerGeometry, Shard
+from transfer.layout import KVLayout, LayerGeometry
 from workers.kv.memory import DTYPES, KVMemory
 from workers.kv.records import LARGEST, RecordLayout, Records, quantized, quantized_there, restored, restored_there
 
@@ -182,24 +182,3 @@ def test_sizes_and_fingerprints() -> None:
     assert [one.record_bytes for one in lossy] == [values + 4 * 2 * 6] * 2
     assert len({exact.fingerprint, *(one.fingerprint for one in lossy)}) == 3
     assert all(len(one.fingerprint) <= 64 for one in lossy)
-
-
-@pytest.mark.parametrize("form", ["exact", *LOSSY])
-def test_a_record_has_each_slice_as_a_pool_of_its_own_would_have_it(form: Any) -> None:
-    """So that ranks that hold other slices together can put it together from theirs."""
-    layers = (LayerGeometry(4, 8, 8), LayerGeometry(2, 6, 5))
-    memory = KVMemory(KVLayout("model", "bfloat16", 4, layers, BLOCKS, Shard(0, 2, 2)), torch.device("cpu"))
-    random = torch.Generator().manual_seed(0)
-    for part in (*memory.keys, *memory.values):
-        part.copy_(torch.randn(part.shape, generator=random))
-    whole = records(memory, form)
-    whole.save([3, 4, 9], [5, 6, 2])
-    parts = [records(one, form) for one in memory.slices]
-    for one in parts:
-        one.save([3, 4, 9], [5, 6, 2])
-    assert (whole.rows[[5, 6, 2]] == np.concatenate([one.rows[[5, 6, 2]] for one in parts], axis=1)).all()
-    saved = [part.clone() for part in (*memory.keys, *memory.values)]
-    memory.flat.fill_(0xFF)
-    whole.load([5, 6, 2], [3, 4, 9])
-    for was, now in zip(saved, (*memory.keys, *memory.values), strict=True):
-        assert torch.allclose(was[12:20].float(), now[12:20].float(), rtol=0, atol=0 if form == "exact" else 0.2)

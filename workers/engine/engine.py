@@ -292,12 +292,21 @@ class Engine:
         self.cache.watch(journal)
         return journal
 
-    def attach(self, name: str, config: TiersConfig, journal: Journal | None, wake: Callable[[], object]) -> TierIO:
+    def attach(
+        self,
+        name: str,
+        config: TiersConfig,
+        journal: Journal | None,
+        wake: Callable[[], object],
+        records: Callable[[KVMemory, RecordLayout, int], Records] = Records,
+    ) -> TierIO:
         """Keep what the pool has no room for in host memory, and on disk under the worker's `name`: after `warm_up`,
-        before any request. `wake` is called by other threads when `plan` has something to do. Raises StartError."""
+        before any request. `wake` is called by other threads when `plan` has something to do. `records` makes what
+        is kept in host memory. Raises StartError."""
         if not self.cache.reuse:
             raise StartError("tiers.host: worker.prefix_cache is off, so there is nothing to keep")
-        layout = RecordLayout(self.memory.layout, config.format)
+        whole = self.memory.layout.whole
+        layout = RecordLayout(whole, config.format)
         slots = config.host // layout.record_bytes
         if not slots:
             raise StartError(f"tiers.host: {config.host} bytes do not hold one block, {layout.record_bytes} bytes")
@@ -305,8 +314,8 @@ class Engine:
         if config.disk:
             assert config.disk_path is not None
             disk = DiskStore(config.disk_path, name, layout.fingerprint, config.disk, layout.record_bytes)
-        io = TierIO(Records(self.memory, layout, slots), disk, wake)
-        self.cache.tiers = Tiers(name, config, self.memory.layout, slots, self.cache.radix, io, journal)
+        io = TierIO(records(self.memory, layout, slots), disk, wake)
+        self.cache.tiers = Tiers(name, config, whole, slots, self.cache.radix, io, journal)
         return io
 
     def _new(self, request: Request, hand_off: bool, guide: Guide | None = None) -> Sequence:

@@ -37,7 +37,7 @@ _FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 @dataclass(frozen=True, slots=True)
 class RecordLayout:
-    """How blocks of a pool look in a format."""
+    """How blocks of a pool, which holds all slices, look in a format."""
 
     layout: KVLayout
     format: TierFormat
@@ -57,19 +57,15 @@ class RecordLayout:
 
 
 class Records:
-    """Host memory for so many records of a pool's blocks: `rows`, uint8 `[slots, record_bytes]`. Raises StartError."""
+    """Host memory for so many records of a pool's blocks: `rows`, uint8 `[slots, record_bytes]`, where there is none
+    yet. A pool that does not hold all slices saves and loads its part of a record. Raises StartError."""
 
-    def __init__(self, memory: KVMemory, records: RecordLayout, slots: int) -> None:
-        shape = slots, records.record_bytes
-        try:
-            self.rows: np.ndarray = torch.empty(shape, dtype=torch.uint8, pin_memory=memory.flat.is_cuda).numpy()
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise StartError(f"tiers.host: cannot have {slots * records.record_bytes} bytes: {reason}") from None
-        size = records.record_bytes // len(memory.slices)
+    def __init__(self, memory: KVMemory, records: RecordLayout, slots: int, rows: np.ndarray | None = None) -> None:
+        self.rows = _rows(memory, records, slots) if rows is None else rows
+        size = records.record_bytes // records.layout.shard.count
         self._parts = [
             part
-            for number, one in enumerate(memory.slices)
+            for number, one in zip(memory.layout.shard.slices, memory.slices, strict=True)
             for part in _parts(one, RecordLayout(one.layout, records.format), number * size)
         ]
 
@@ -84,6 +80,16 @@ class Records:
         for block, slot, count in _paired(blocks, slots):
             for part in self._parts:
                 part.load(self.rows[slot : slot + count], block)
+
+
+def _rows(memory: KVMemory, records: RecordLayout, slots: int) -> np.ndarray:
+    shape = slots, records.record_bytes
+    try:
+        rows: np.ndarray = torch.empty(shape, dtype=torch.uint8, pin_memory=memory.flat.is_cuda).numpy()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise StartError(f"tiers.host: cannot have {slots * records.record_bytes} bytes: {reason}") from None
+    return rows
 
 
 def _paired(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int, int]]:
