@@ -129,10 +129,9 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two pools exactly when a block of one means the same in the other; pool sizes and what of the heads
-        they hold may differ."""
-        of = () if self.shard.of == 1 else (self.shard.of,)
-        text = repr((self.model, self.dtype, self.block_size, self.whole.layers, *of))
+        """Equal for two pools exactly when a block of one means the same in the other; pool sizes, what of the heads
+        they hold and how these are cut may differ."""
+        text = repr((self.model, self.dtype, self.block_size, self.whole.layers))
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def regions(self) -> list[Region]:

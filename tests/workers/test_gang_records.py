@@ -19,16 +19,17 @@ from workers.kv.gang_records import GangRecords, RankRecords
 from workers.kv.memory import KVMemory
 from workers.kv.records import LARGEST, RecordLayout, Records
 
-OF, BLOCKS, SLOTS = 4, 12, 8
-WHOLE = KVLayout("model", "bfloat16", 4, (LayerGeometry(8, 8, 8), LayerGeometry(4, 6, 5)), BLOCKS, Shard(0, OF, OF))
+BLOCKS, SLOTS = 12, 8
+LAYERS = (LayerGeometry(8, 8, 8), LayerGeometry(4, 6, 5))
 SAVED, AT, LOADED = [3, 4, 9], [5, 6, 2], [0, 7, 11]
 
 
 class Gang:
-    """The pools of the ranks of a gang of `size`; each slice of a block has the same numbers wherever it is held."""
+    """The pools of the ranks of a gang of `size`, of a model whose heads are cut into `of` slices. Each head of a block
+    has the same numbers wherever it is held."""
 
-    def __init__(self, size: int, form: Any) -> None:
-        self.shards = [Shard.of_rank(rank, size, OF) for rank in range(size)]
+    def __init__(self, size: int, of: int = 4, form: Any = "exact") -> None:
+        self.shards = [Shard.of_rank(rank, size, of) for rank in range(size)]
         self.pools = [self._pool(shard) for shard in self.shards]
         self.others = [RankRecords(pool) for pool in self.pools[1:]]
         layout = RecordLayout(self.pools[0].layout.whole, form)
@@ -40,22 +41,27 @@ class Gang:
 
     @staticmethod
     def _pool(shard: Shard) -> KVMemory:
-        layers = tuple(dataclasses.replace(one, kv_heads=one.kv_heads // OF * shard.count) for one in WHOLE.layers)
-        made = KVMemory(dataclasses.replace(WHOLE, layers=layers, shard=shard), torch.device("cpu"))
+        layers = tuple(dataclasses.replace(one, kv_heads=one.kv_heads // shard.of * shard.count) for one in LAYERS)
+        made = KVMemory(KVLayout("model", "bfloat16", 4, layers, BLOCKS, shard), torch.device("cpu"))
         for number, piece in zip(shard.slices, made.slices, strict=True):
             for part in (*piece.keys, *piece.values):
-                part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(number)))
+                for head in range(heads := part.shape[1]):
+                    drawn = torch.Generator().manual_seed(number * heads + head)
+                    part[:, head] = torch.randn(part[:, head].shape, generator=drawn)
         return made
 
     def call(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
         return self.others[rank - 1].ask(method, *arguments)
 
-    def slices(self, block: int) -> list[list[torch.Tensor]]:
-        """What every rank has of a block, by slice."""
+    def heads(self, block: int) -> list[list[torch.Tensor]]:
+        """What every rank has of a block: for each region, `[tokens, heads, size]`."""
+        slots = slice(block * 4, block * 4 + 4)
         return [
-            [torch.cat([part[block * 4 : block * 4 + 4].flatten() for part in (*one.keys, *one.values)])]
+            [
+                torch.cat([part[slots] for part in parts], dim=1)
+                for parts in zip(*([*one.keys, *one.values] for one in pool.slices), strict=True)
+            ]
             for pool in self.pools
-            for one in pool.slices
         ]
 
     def close(self) -> None:
@@ -67,8 +73,8 @@ class Gang:
 def gang() -> Iterator[Callable[..., Gang]]:
     made: list[Gang] = []
 
-    def opened(size: int, form: Any = "exact") -> Gang:
-        made.append(Gang(size, form))
+    def opened(*arguments: Any) -> Gang:
+        made.append(Gang(*arguments))
         return made[-1]
 
     yield opened
@@ -76,27 +82,33 @@ def gang() -> Iterator[Callable[..., Gang]]:
         one.close()
 
 
+SHAPES = [((1, 1), (2, 2)), ((1, 1), (1, 4)), ((2, 4), (1, 4)), ((2, 2), (4, 4)), ((8, 4), (2, 2)), ((2, 4), (8, 4))]
+
+
 @pytest.mark.parametrize("form", ["exact", *sorted(LARGEST)])
-@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 1), (2, 4), (4, 1), (8, 2), (2, 8)])
+@pytest.mark.parametrize(("saver", "loader"), SHAPES)
 def test_what_one_parallelism_has_saved_another_one_loads(
-    gang: Callable[..., Gang], savers: int, loaders: int, form: Any
+    gang: Callable[..., Gang], saver: tuple[int, int], loader: tuple[int, int], form: Any
 ) -> None:
-    one, other = gang(savers, form), gang(loaders, form)
+    """Records and the names of files are the same, also if heads are cut in another way."""
+    one, other, alone = gang(*saver, form), gang(*loader, form), gang(1, 1, form)
     one.records.save(SAVED, AT)
-    alone = gang(1, form)
     alone.records.save(SAVED, AT)
     assert (one.records.rows[AT] == alone.records.rows[AT]).all()
+    assert len({each.pools[0].layout.fingerprint for each in (one, other, alone)}) == 1
     other.records.rows[:] = one.records.rows
     for pool in (*other.pools, *alone.pools):
         pool.flat.fill_(0xFF)
     other.records.load(AT, LOADED)
     alone.records.load(AT, LOADED)
-    expected = dict(zip(range(OF), alone.slices(7), strict=True))
-    held = [number for shard in other.shards for number in shard.slices]
-    for number, found in zip(held, other.slices(7), strict=True):
-        assert torch.equal(found[0], expected[number][0])
-        assert not found[0].isnan().any()
-    assert all(found[0].isnan().all() for found in other.slices(6))
+    (expected,) = alone.heads(7)
+    for shard, found in zip(other.shards, other.heads(7), strict=True):
+        for region, whole in zip(found, expected, strict=True):
+            piece = whole.shape[1] // shard.of
+            held = whole[:, shard.first * piece : (shard.first + shard.count) * piece]
+            assert torch.equal(region, held)
+            assert not region.isnan().any()
+    assert all(region.isnan().all() for found in other.heads(6) for region in found)
 
 
 def test_equal_copies_are_saved_once(gang: Callable[..., Gang]) -> None:

@@ -1,7 +1,7 @@
-"""Records of a gang: host memory that its ranks share, in which each of them has its slices of every record.
+"""Records of a gang: host memory that its ranks share, in which each of them has its heads of every record.
 
-So a record, and the file that it is written to, is the same whatever the number of ranks, and what one parallelism has
-stored another one reads. The ranks are on one machine: rank 0 has the memory, and the others map it.
+So a record, and the file that it is written to, is the same whatever the number of ranks: what one parallelism has
+stored, another one reads. The ranks are on one machine: rank 0 has the memory, and the others map it.
 """
 
 from __future__ import annotations

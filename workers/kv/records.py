@@ -1,11 +1,10 @@
 """Records: what blocks are below the device, and copying them there and back.
 
-A record is one block; of a pool of several slices of the heads it is what it would be in pools of these slices, one
-behind the other. In the format `exact` it has the block's bytes, the layers one after the other. In a lossy format it
-begins with one float32 scale for each KV head of each region (a layer's keys or values), and has then, region by
-region, a byte for each value: int8 or float8 (e4m3), which times its head's scale is about the value. A head's largest
-absolute value becomes the largest number that the format has; a head of zeros has the scale 0. A head with a value that
-is not finite comes back as NaN.
+A record is one block, with all KV heads, and the same into how many slices they are cut. In the format `exact` it has
+the block's bytes, the layers one after the other. In a lossy format it begins with one float32 scale for each KV head
+of each region (a layer's keys or values), and has then, region by region, a byte for each value: int8 or float8 (e4m3),
+which times its head's scale is about the value. A head's largest absolute value becomes the largest number that the
+format has; a head of zeros has the scale 0. A head with a value that is not finite comes back as NaN.
 
 In host memory NumPy does the arithmetic, in the one thread that calls it: PyTorch would take the cores on which an
 engine computes. On another device PyTorch does it there.
@@ -62,12 +61,8 @@ class Records:
 
     def __init__(self, memory: KVMemory, records: RecordLayout, slots: int, rows: np.ndarray | None = None) -> None:
         self.rows = _rows(memory, records, slots) if rows is None else rows
-        size = records.record_bytes // records.layout.shard.count
-        self._parts = [
-            part
-            for number, one in zip(memory.layout.shard.slices, memory.slices, strict=True)
-            for part in _parts(one, RecordLayout(one.layout, records.format), number * size)
-        ]
+        numbered = zip(memory.layout.shard.slices, memory.slices, strict=True)
+        self._parts = [part for number, one in numbered for part in _parts(one, records, number)]
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy blocks of the pool to slots."""
@@ -102,38 +97,59 @@ def _paired(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, i
         at += count
 
 
-class _Exact:
-    """One region of a pool, uint8 `[num_blocks, bytes]`, and its `values` in a record."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where one slice's heads of a region, slice number `number` of `of`, are in a record: among the region's `scales`
+    and `values`."""
 
-    def __init__(self, pool: torch.Tensor, values: slice) -> None:
+    scales: slice
+    values: slice
+    number: int
+    of: int
+
+    def scales_in(self, rows: np.ndarray) -> np.ndarray:
+        """Float32 `[n, heads]`."""
+        scales: np.ndarray = rows[:, self.scales].view(np.float32).reshape(len(rows), self.of, -1)
+        return scales[:, self.number]
+
+    def values_in(self, rows: np.ndarray, tokens: int) -> np.ndarray:
+        """Bytes `[n, tokens, a token's bytes]`."""
+        return rows[:, self.values].reshape(len(rows), tokens, self.of, -1)[:, :, self.number]
+
+
+class _Exact:
+    """One region of a pool of one slice, uint8 `[num_blocks, block_size, a token's bytes]`, and its place in a
+    record."""
+
+    def __init__(self, pool: torch.Tensor, place: _Place) -> None:
         self._pool = pool
         self._host = None if pool.is_cuda else pool.numpy()
-        self._values = values
+        self._place = place
 
     def save(self, first: int, rows: np.ndarray) -> None:
         """Copy the blocks from `first` on to rows."""
         blocks = slice(first, first + len(rows))
-        np.copyto(rows[:, self._values], self._pool[blocks].cpu().numpy() if self._host is None else self._host[blocks])
+        values = self._pool[blocks].cpu().numpy() if self._host is None else self._host[blocks]
+        np.copyto(self._place.values_in(rows, self._pool.shape[1]), values)
 
     def load(self, rows: np.ndarray, first: int) -> None:
         """The inverse."""
         blocks = slice(first, first + len(rows))
+        values = self._place.values_in(rows, self._pool.shape[1])
         if self._host is None:
-            self._pool[blocks] = torch.from_numpy(np.ascontiguousarray(rows[:, self._values])).to(self._pool.device)
+            self._pool[blocks] = torch.from_numpy(np.ascontiguousarray(values)).to(self._pool.device)
         else:
-            np.copyto(self._host[blocks], rows[:, self._values])
+            np.copyto(self._host[blocks], values)
 
 
 class _Lossy:
-    """One region of a pool, `[num_blocks, block_size, kv_heads, size]`, and in a record its `scales` and its
-    `values`."""
+    """One region of a pool of one slice, `[num_blocks, block_size, kv_heads, size]`, and its place in a record."""
 
-    def __init__(self, pool: torch.Tensor, format: str, scales: slice, values: slice) -> None:
+    def __init__(self, pool: torch.Tensor, format: str, place: _Place) -> None:
         self._pool = pool
         self._host = None if pool.is_cuda else _host(pool)
         self._format = format
-        self._scales = scales
-        self._values = values
+        self._place = place
 
     def save(self, first: int, rows: np.ndarray) -> None:
         """Copy the blocks from `first` on to rows."""
@@ -142,14 +158,14 @@ class _Lossy:
             scales, codes = (one.cpu().numpy() for one in quantized_there(self._pool[blocks].float(), self._format))
         else:
             scales, codes = quantized(_floats(self._host[blocks]), self._format)
-        np.copyto(rows[:, self._scales].view(np.float32), scales)
-        np.copyto(rows[:, self._values], codes.reshape(len(rows), -1))
+        np.copyto(self._place.scales_in(rows), scales)
+        np.copyto(self._place.values_in(rows, codes.shape[1]), codes.reshape(*codes.shape[:2], -1))
 
     def load(self, rows: np.ndarray, first: int) -> None:
         """The inverse."""
         blocks = slice(first, first + len(rows))
-        scales = rows[:, self._scales].view(np.float32)
-        codes = rows[:, self._values].reshape(-1, *self._pool.shape[1:])
+        scales = self._place.scales_in(rows)
+        codes = self._place.values_in(rows, self._pool.shape[1]).reshape(-1, *self._pool.shape[1:])
         if self._host is None:
             numbers, factors = (torch.from_numpy(np.ascontiguousarray(one)) for one in (codes, scales))
             device = self._pool.device
@@ -158,22 +174,24 @@ class _Lossy:
             _store(restored(scales, codes, self._format), self._host[blocks])
 
 
-def _parts(memory: KVMemory, records: RecordLayout, begin: int) -> Iterator[_Exact | _Lossy]:
-    """The regions of a pool of one slice, in order; they are in a record from `begin` on."""
-    layout = records.layout
+def _parts(memory: KVMemory, records: RecordLayout, number: int) -> Iterator[_Exact | _Lossy]:
+    """The regions of a pool of one slice, in order; it has slice number `number` of the records'."""
+    layout, of = memory.layout, records.layout.shard.of
     heads = [one.kv_heads for one in layout.layers for _ in range(2)]
-    scale = begin
-    at = begin if records.format == "exact" else begin + _SCALE_BYTES * sum(heads)
+    scale = 0
+    at = 0 if records.format == "exact" else _SCALE_BYTES * of * sum(heads)
     for region, count in zip(layout.regions(), heads, strict=True):
         pool = memory.flat[region.offset : region.offset + region.block_bytes * layout.num_blocks]
-        if records.format == "exact":
-            yield _Exact(pool.view(layout.num_blocks, -1), slice(at, at + region.block_bytes))
-            at += region.block_bytes
-            continue
-        values = pool.view(DTYPES[layout.dtype]).view(layout.num_blocks, layout.block_size, count, -1)
-        width = region.block_bytes // DTYPE_BYTES[layout.dtype]
-        yield _Lossy(values, records.format, slice(scale, scale + _SCALE_BYTES * count), slice(at, at + width))
-        scale, at = scale + _SCALE_BYTES * count, at + width
+        exact = records.format == "exact"
+        width = of * (region.block_bytes if exact else region.block_bytes // DTYPE_BYTES[layout.dtype])
+        scales = slice(scale, scale + _SCALE_BYTES * of * count)
+        place = _Place(scales, slice(at, at + width), number, of)
+        if exact:
+            yield _Exact(pool.view(layout.num_blocks, layout.block_size, -1), place)
+        else:
+            values = pool.view(DTYPES[layout.dtype]).view(layout.num_blocks, layout.block_size, count, -1)
+            yield _Lossy(values, records.format, place)
+        scale, at = scales.stop, at + width
 
 
 # --- arithmetic in host memory --------------------------------------------------------------------------------------
