@@ -11,6 +11,7 @@ import torch
 
 from transfer.channel import Chunk, Ending, Layers
 from transfer.guide import Guide
+from transfer.layout import WHOLE, Shard
 from transfer.messages import Delta, Request, SamplingParams, pack_tokens
 from workers.config import WorkerConfig
 from workers.engine.engine import Engine
@@ -28,10 +29,10 @@ def request(prompt: Iterable[int], max_tokens: int = 8, salt: bytes = b"", **sam
     return Request(f"r{next(_ids)}", pack_tokens(prompt), params, gateway="", timeout_s=60.0, salt=salt)
 
 
-def engine(model: Path | Model, **config: object) -> Engine:
+def engine(model: Path | Model, shard: Shard = WHOLE, **config: object) -> Engine:
     """A float32 engine with 8 MiB of KV whose memory is poisoned, so that reading what nobody wrote shows."""
     settings = WorkerConfig(**{"dtype": "float32", "device": "cpu", "kv_memory": 8 << 20, **config})  # type: ignore[arg-type]
-    made = Engine(model if isinstance(model, Model) else Model(model, "float32", "cpu"), settings)
+    made = Engine(model if isinstance(model, Model) else Model(model, "float32", "cpu"), settings, shard)
     made.memory.flat.fill_(0xFF)
     return made
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import model_zoo
 from tests.workers import fake_flashinfer
-from tests.workers.drive import HandOff, answers, assert_idle, request
+from tests.workers.drive import HandOff, answers, assert_idle, engine, request
 from tests.workers.test_attention import batch, memory
 from transfer.layout import Shard
 from workers.config import WorkerConfig
@@ -20,7 +20,6 @@ from workers.engine.attention.choice import choose
 from workers.engine.attention.flashinfer_backend import FlashInferBackend
 from workers.engine.attention.sliced import SlicedBackend, of_one_slice
 from workers.engine.attention.torch_backend import TorchBackend
-from workers.engine.engine import Engine
 from workers.engine.model import Model
 from workers.kv.memory import KVMemory
 
@@ -95,24 +94,17 @@ def test_one_slice_has_an_ordinary_backend_and_several_have_one_each(tiny: Model
     assert isinstance(choose(WorkerConfig(), sliced(pool, 2), tiny.attention), SlicedBackend)
 
 
-def engine_of(model: Model, shard: Shard) -> Engine:
-    config = WorkerConfig(dtype="float32", device="cpu", kv_memory=8 << 20, step_tokens=64)
-    made = Engine(model, config, shard)
-    made.memory.flat.fill_(0xFF)
-    return made
-
-
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "gpt_oss"])
 def test_tokens_do_not_depend_on_slices(zoo: Callable[[str], Path], arch: str) -> None:
     """Cold and warm, chunked and at once, with prompts that begin alike in whole blocks and within one."""
     path = zoo(arch)
     drawn = [model_zoo.clear_prompt(path, length, 16, seed=length) for length in (5, 40, 150)]
-    one = engine_of(Model(path, "float32", "cpu"), Shard(0, 2, 2))
+    one = engine(path, Shard(0, 2, 2), step_tokens=64)
     prompts = [prompt for prompt, _ in drawn]
     for prompt, expected in drawn:
         assert answers(one, [request(prompt, 16)]) == [expected]
     assert answers(one, [request(prompt, 16) for prompt in prompts]) == [expected for _, expected in drawn]
-    plain = engine_of(one.model, Shard())
+    plain = engine(one.model)
     others = [[*prompts[2][:length], 7] for length in (96, 100, 149)]  # copied from within a block, too
     wanted = answers(plain, [request(prompt, 16) for prompt in others])
     assert answers(one, [request(prompt, 16) for prompt in others]) == wanted
@@ -121,10 +113,10 @@ def test_tokens_do_not_depend_on_slices(zoo: Callable[[str], Path], arch: str) -
 
 def test_a_prompt_is_handed_over_in_slices(tiny: Model, zoo: Callable[[str], Path]) -> None:
     prompt, expected = model_zoo.clear_prompt(zoo("llama"), 150, 16, seed=3)
-    prefill, decode = engine_of(tiny, Shard(0, 2, 2)), engine_of(tiny, Shard(0, 2, 2))
+    prefill, decode = engine(tiny, Shard(0, 2, 2), step_tokens=64), engine(tiny, Shard(0, 2, 2), step_tokens=64)
     assert HandOff(prefill, decode, request(prompt, 16)).run() == expected
 
 
 def test_heads_that_cannot_be_cut_are_refused(tiny: Model) -> None:
     with pytest.raises(ValueError, match="layers: 2 KV heads of layer 0 are not 3 equal slices"):
-        engine_of(tiny, Shard(0, 3, 3))
+        engine(tiny, Shard(0, 3, 3))

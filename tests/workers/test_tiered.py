@@ -13,6 +13,7 @@ import pytest
 
 from tests.workers.drive import answers, assert_idle, engine, request
 from tests.workers.tiered import BLOCKS, PREFIX, Tiered, answer, prompts, tiered
+from transfer.layout import Shard
 from workers.engine.model import Model
 
 
@@ -136,6 +137,21 @@ def test_blocks_in_another_format_are_not_found(tiny: Model, tmp_path: Path) -> 
     expected = answer(engine(tiny, prefix_cache=False), prompt)[0]
     for form, cached in (("int8", 0), ("exact", 0), ("fp8", 0), ("int8", 96), ("exact", 96)):
         again = tiered(tiny, 16, 32, 256, tmp_path, format=form)
+        time.sleep(0.1)
+        again.rest()
+        tokens, last = answer(again.engine, prompt)
+        assert last.cached_tokens == cached
+        assert tokens == expected or form == "int8"
+        again.rest()
+        again.close()
+
+
+@pytest.mark.parametrize("form", ["exact", "int8"])
+def test_blocks_are_found_in_whatever_slices_they_were_stored(tiny: Model, tmp_path: Path, form: str) -> None:
+    prompt = list(range(1, 100))
+    expected = answer(engine(tiny, prefix_cache=False), prompt)[0]
+    for shard, cached in ((Shard(), 0), (Shard(0, 2, 2), 96), (Shard(), 96)):
+        again = tiered(tiny, 16, 32, 64, tmp_path, shard, format=form)
         time.sleep(0.1)
         again.rest()
         tokens, last = answer(again.engine, prompt)

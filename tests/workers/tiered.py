@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.workers.drive import engine, poison, request
+from transfer.layout import WHOLE, Shard
 from transfer.messages import Delta
 from workers.config import TiersConfig
 from workers.engine.engine import Engine
@@ -43,10 +44,18 @@ class Tiered:
             time.sleep(0.002)
 
 
-def tiered(model: Model, device: int, host: int, disk: int = 0, path: Path | None = None, **more: object) -> Tiered:
+def tiered(
+    model: Model,
+    device: int,
+    host: int,
+    disk: int = 0,
+    path: Path | None = None,
+    shard: Shard = WHOLE,
+    **more: object,
+) -> Tiered:
     """Tiers of so many blocks each."""
     block_bytes = engine(model, max_model_len=32).memory.layout.block_bytes
-    made = engine(model, kv_memory=device * block_bytes, max_model_len=min(device * 16, 256))
+    made = engine(model, shard, kv_memory=device * block_bytes, max_model_len=min(device * 16, 256))
     files = disk and (disk + 1) * (block_bytes + 40_000)
     config = TiersConfig(host=host * block_bytes, disk=files, disk_path=path, **more)  # type: ignore[arg-type]
     return Tiered(made, made.attach("worker", config, None, lambda: None))
