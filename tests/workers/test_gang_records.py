@@ -137,10 +137,12 @@ def test_nothing_is_over_before_every_rank_is(gang: Callable[..., Gang], method:
     arguments = (SAVED, AT) if method == "save" else (AT, LOADED)
     with ThreadPoolExecutor(1) as threads:
         over = threads.submit(getattr(one.records, method), *arguments)
-        assert started.wait(5)
-        time.sleep(0.05)
-        assert not over.done()
-        goes_on.set()
+        try:
+            assert started.wait(5)
+            time.sleep(0.05)
+            assert not over.done()
+        finally:
+            goes_on.set()
         assert isinstance(over.exception(5), AttributeError if fails else type(None))
 
 
