@@ -67,15 +67,7 @@ class Machines:
         _run("ip", "link", "del", BRIDGE)
 
     def _start(self, inside: list[str], name: str, *arguments: str) -> None:
-        command = [
-            *inside,
-            str(BIN / "ray"),
-            "start",
-            "--block",
-            "--num-cpus=1",
-            "--include-dashboard=false",
-            *arguments,
-        ]
+        command = [*inside, str(BIN / "ray"), "start", "--block", "--num-cpus=1", *arguments]
         with (self._folder / f"{name}.log").open("wb") as log:
             self._nodes[name] = subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
 
